@@ -27,7 +27,6 @@ from torch.nn.utils import prune
 from growprune import SparseModel
 from growprune.masks.patterns import chunk_elements
 from growprune.masks.ranking import KeyChunks, kth_largest, magnitude_keys
-from growprune.storage.ranking import can_keep_largest, keep_largest
 
 SPARSITY = 0.9
 SHAPES = [(64, 147), (256, 256), (512, 1024), (1024, 1024), (2048, 512), (1000, 2048)]
@@ -64,14 +63,6 @@ def find_threshold(model: nn.Module) -> Callable[[], object]:
     return lambda: kth_largest(sources, num_kept(model), digit_bits=digit_bits)
 
 
-def choose_on_gpu(model: nn.Module) -> Callable[[], object]:
-    """Only the masks: keep_largest over all weights."""
-    values = [weight.detach() for weight in model.parameters()]
-    assert can_keep_largest(values)
-    masks = [torch.ones_like(value, dtype=torch.bool) for value in values]
-    return lambda: keep_largest(values, masks, [0] * len(values), [num_kept(model)])
-
-
 def prune_sparse_model(model: nn.Module) -> Callable[[], object]:
     """The public call: threshold, masks, and zeros in the weights. The masks exist before, all alive."""
     sparse = SparseModel(model, sparsity=SPARSITY, allocation="global")
@@ -85,7 +76,6 @@ def prune_with_torch(model: nn.Module) -> Callable[[], object]:
 
 CONTENDERS = {
     "growprune, threshold": find_threshold,
-    "growprune, masks on a GPU": choose_on_gpu,
     "growprune, prune()": prune_sparse_model,
     "torch global_unstructured": prune_with_torch,
 }
@@ -144,8 +134,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.one, args.millions, args.device)))
         return
-    names = [name for name in CONTENDERS if args.device == "cuda" or "GPU" not in name]
-    results = {name: measure_apart(name, args) for name in names}
+    results = {name: measure_apart(name, args) for name in CONTENDERS}
     slowest = results["torch global_unstructured"]["seconds"]
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{results['growprune, prune()']['weights'] / 1e6:.0f} M float32 weights in 60 tensors, {where}")

@@ -176,7 +176,7 @@ def make_file(job: Job, path: Path) -> None:
     count = -(-CALIBRATION // task.batch_size) if hasattr(task, "batch_size") else 16
     batches = list(islice(task.batches(seed=recipe.seed, start=0, device=device), count))
     sparse = gp.prune_pretrained(
-        model.to(device), batches, forward=task.loss, keep_dense=recipe.kept_dense(model), **(job.prune or {})
+        model.to(device), batches, forward=task.loss, keep_dense=recipe.settings.kept_dense(model), **(job.prune or {})
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     gp.save(sparse, path)

@@ -95,12 +95,6 @@ def test_parts_are_named_only_where_they_tell_rows_apart(tmp_path: Path) -> None
     assert scores(of_runs([tmp_path])) == {"cyclic_gap:erk": (90.0, 1), "random_gap:erk": (81.0, 2)}
 
 
-def test_runs_whose_sparsity_is_of_parts_or_of_the_model_are_other_rows(tmp_path: Path) -> None:
-    for seed, scope in enumerate(("model", "part")):
-        write(tmp_path, "cyclic_gap", seed, 90.0, scope=scope)
-    assert set(scores(of_runs([tmp_path]))) == {"cyclic_gap:erk scope=model", "cyclic_gap:erk scope=part"}
-
-
 def test_an_unfinished_seed_is_of_its_row_where_epochs_may_differ(tmp_path: Path) -> None:
     for length, seed in ((2, 0), (4, 0)):
         write(tmp_path / str(length), "gmp", seed, 90.0 + length, options={"epochs": length})

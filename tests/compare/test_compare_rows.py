@@ -91,7 +91,7 @@ def test_all_stands_for_every_method() -> None:
     [
         ("", "--methods must be one or more rows"),
         ("riggle", "there is no method 'riggle'; similar: rigl, or give path.py:function"),
-        ("rigl:erx", "must be one of uniform, erk, global, got 'erx'"),
+        ("rigl:erx", "must be one of uniform, erk, global, global_no_floor, got 'erx'"),
         ("rigl every", "must be a method and key=value pairs, got 'every'"),
         ("rigl allocation=erk", "Give it after the method, as in rigl:erk"),
         ("gmp every=1,gmp  every=1,gmp every=1.", "would share a folder"),
@@ -149,10 +149,13 @@ def test_every_method_spends_every_budget_exactly(method: str, epochs: int, part
 
 
 def test_a_method_that_draws_its_layers_is_given_all_of_them_and_the_others_parts() -> None:
-    assert cut_as_usual(bare("random_gap")).parts == per_layer()
-    assert cut_as_usual(bare("gradual_gap")).parts == balanced(4)
-    drawn = replace(bare("cyclic_gap"), parts=per_layer())
-    assert cut_as_usual(drawn).parts == contiguous(4)
+    def cut(method: str, **parts: Any) -> Any:
+        return cut_as_usual(replace(bare(method), **parts)).chosen()["parts"]
+
+    assert cut("random_gap") == per_layer()
+    assert cut("gradual_gap") == balanced(4)
+    assert cut("cyclic_gap", parts=per_layer()) == contiguous(4)
+    assert cut("gradual_gap", parts=contiguous(3)) == balanced(3)
 
 
 def test_options_that_are_given_stay_and_the_others_fill_up() -> None:
@@ -264,7 +267,7 @@ def test_there_is_a_run_for_each_row_sparsity_and_seed_and_one_dense_for_each_se
 
 def test_a_job_replaces_method_options_sparsity_allocation_and_partition_and_nothing_else(tmp_path: Path) -> None:
     for job in request("random_gap:erk restart=false", tmp_path).jobs():
-        own = {"method": methods.random_gap, "allocation": "erk", "parts": per_layer()}
+        own = {"method": methods.random_gap, "allocation": "erk", "parts": 3}
         options = {"restart": False, "steps": 3, "epochs": 1, "finetune": 3, "kappa": 3}
         whole = {**own, "options": options, "sparsity": job.sparsity, "seed": job.seed}
         assert job.recipe == replace(tiny(), **whole)

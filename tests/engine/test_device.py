@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import growprune as gp
 from growprune.engine import mesh
 from growprune.engine.device import choose_device
-from growprune.storage import ranking
 
 
 @pytest.fixture
@@ -57,24 +54,3 @@ def test_processes_take_the_gpu_that_is_named_or_one_each(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     assert mesh.take_a_gpu(torch.device(name)) == backend
     assert taken == gpus
-
-
-def test_many_tensors_are_ranked_on_the_gpu_that_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = ["cuda:0"]
-
-    class Guard:
-        def __init__(self, device: str) -> None:
-            self._device = device
-
-        def __enter__(self) -> None:
-            current.append(self._device)
-
-        def __exit__(self, *error: object) -> None:
-            current.pop()
-
-    fake = SimpleNamespace(keep_largest=lambda *args: current[-1])
-    monkeypatch.setitem(sys.modules, "growprune.storage.triton_ranking", fake)
-    monkeypatch.setattr(sys.modules["growprune.storage"], "triton_ranking", fake, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", Guard)
-    values: Any = [SimpleNamespace(device="cuda:1")]
-    assert ranking.keep_largest(values, [], [], []) == "cuda:1"  # type: ignore[comparison-overlap]

@@ -258,7 +258,7 @@ def test_a_file_named_like_a_checkpoint_does_not_stop_a_run(tmp_path: Path) -> N
 
 def test_a_recipe_says_how_rates_follow_density_and_storages_agree(tmp_path: Path) -> None:
     recipe = override(cyclic(), {"lr_scaling": "1"})
-    assert (recipe.lr_scaling, cyclic().lr_scaling) == (1.0, 0.0)
+    assert (recipe.chosen()["lr_scaling"], cyclic().chosen()["lr_scaling"]) == (1.0, 0.0)
     engine.train(recipe, tmp_path / "masked")
     engine.train(replace(recipe, storage="compact"), tmp_path / "compact")
     engine.train(cyclic(), tmp_path / "plain")

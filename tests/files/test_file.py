@@ -134,13 +134,13 @@ def test_an_unknown_storage_is_named(old: Path) -> None:
 
 
 def test_the_settings_come_back(tmp_path: Path) -> None:
-    options = {"allocation": "erk", "scope": "part", "seed": 5, "keep_dense": ["attention.in_proj_weight[k]", "up*"]}
+    options = {"allocation": "erk", "seed": 5, "keep_dense": ["attention.in_proj_weight[k]", "up*"]}
     sparse = SparseModel(Zoo(), sparsity=0.8, pattern="1x2", include=["lone"], **options)
     sparse.prune()
     file.save(sparse, tmp_path / "model.safetensors")
     loaded = file.load(tmp_path / "model.safetensors", Zoo())
     assert (loaded.target_sparsity, loaded.allocation, loaded.seed) == (0.8, "erk", 5)
-    assert (loaded.pattern, loaded.scope) == (sparse.pattern, sparse.scope)
+    assert loaded.pattern == sparse.pattern
     assert (loaded.keep_dense, loaded.include, loaded.weights) == (
         sparse.keep_dense,
         sparse.include,
@@ -215,7 +215,6 @@ def test_a_tiny_file_is_as_specified(tmp_path: Path) -> None:
         "sparsity": 0.75,
         "allocation": "global",
         "pattern": "unstructured",
-        "scope": "model",
         "keep_dense": [],
         "include": [],
         "seed": 0,

@@ -313,7 +313,6 @@ HOSTILE = "a\n\x1b[31m" * 50_000
         lambda tensors, about, manifest: tensors.update({HOSTILE: torch.ones(1)}),
         lambda tensors, about, manifest: about.update(version=HOSTILE),
         lambda tensors, about, manifest: manifest.update(pattern=HOSTILE),
-        lambda tensors, about, manifest: manifest.update(scope=HOSTILE),
         lambda tensors, about, manifest: manifest.update(keep_dense=[HOSTILE]),
     ],
 )

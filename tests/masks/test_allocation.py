@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from growprune.masks.allocation import (
     ALLOCATIONS,
     Pool,
-    Scope,
     erk,
     erk_counts,
     global_,
@@ -29,20 +28,16 @@ FREE = parse_pattern("unstructured")
 
 
 def test_uniform_gives_every_layer_the_same_sparsity() -> None:
-    pools = uniform([SMALL, LARGE, CONV], [SMALL, CONV], 0.9, FREE, Scope.MODEL)
+    pools = uniform([SMALL, LARGE, CONV], [SMALL, CONV], 0.9, FREE)
     assert pools == [Pool((SMALL,), 10), Pool((CONV,), 7)]
 
 
 def test_uniform_counts_blocks() -> None:
-    assert uniform([SMALL], [SMALL], 0.5, parse_pattern("1x8"), Scope.MODEL) == [Pool((SMALL,), 10)]  # 10 rows of 2
+    assert uniform([SMALL], [SMALL], 0.5, parse_pattern("1x8")) == [Pool((SMALL,), 10)]  # 10 rows of 2
 
 
 def test_global_ranks_the_whole_model_together() -> None:
-    assert global_([SMALL, LARGE], [SMALL], 0.9, FREE, Scope.MODEL) == [Pool((SMALL, LARGE), 1010)]
-
-
-def test_global_ranks_the_part_alone_if_asked_to() -> None:
-    assert global_([SMALL, LARGE], [SMALL], 0.9, FREE, Scope.PART) == [Pool((SMALL,), 10)]
+    assert global_([SMALL, LARGE], [SMALL], 0.9, FREE) == [Pool((SMALL, LARGE), 1010, least=(0, 30))]
 
 
 def test_erk_by_hand() -> None:
@@ -62,14 +57,14 @@ def test_erk_counts_the_kernel_among_the_dimensions() -> None:
 
 
 def test_erk_of_parts_adds_up_to_the_whole() -> None:
-    (small,) = erk([SMALL, LARGE], [SMALL], 0.9, FREE, Scope.MODEL)
-    (large,) = erk([SMALL, LARGE], [LARGE], 0.9, FREE, Scope.PART)
+    (small,) = erk([SMALL, LARGE], [SMALL], 0.9, FREE)
+    (large,) = erk([SMALL, LARGE], [LARGE], 0.9, FREE)
     assert (small, large) == (Pool((SMALL,), 92), Pool((LARGE,), 918))
 
 
 def test_erk_gives_no_layer_more_than_its_pattern_allows() -> None:
     narrow, wide = Weight("narrow", "narrow", (4, 4)), Weight("wide", "wide", (40, 40))
-    pools = erk([narrow, wide], [narrow, wide], 0.8, parse_pattern("2:4"), Scope.MODEL)
+    pools = erk([narrow, wide], [narrow, wide], 0.8, parse_pattern("2:4"))
     assert pools == [Pool((narrow,), 8), Pool((wide,), num_kept(0.8, 1616) - 8)]
 
 
@@ -101,11 +96,13 @@ def test_erk_counts_add_up_exactly_under_n_of_m(dims: list[tuple[int, int]], n: 
 @pytest.mark.parametrize("pattern", ["unstructured", "1x8", "4x4"])
 def test_every_allocation_keeps_the_asked_share_of_all_groups(name: str, pattern: str) -> None:
     model, parsed = [SMALL, LARGE], parse_pattern(pattern)
-    pools = parse_allocation(name)(model, model, 0.9, parsed, Scope.MODEL)
+    pools = parse_allocation(name)(model, model, 0.9, parsed)
     total = sum(parsed.num_groups(weight) for weight in model)
     assert abs(sum(pool.kept for pool in pools) - 0.1 * total) <= len(model) / 2
 
 
 def test_an_unknown_allocation_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="allocation must be one of uniform, erk, global, got 'gobal'"):
+    with pytest.raises(
+        ValueError, match="allocation must be one of uniform, erk, global, global_no_floor, got 'gobal'"
+    ):
         parse_allocation("gobal")

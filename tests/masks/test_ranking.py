@@ -188,3 +188,37 @@ def test_how_many_are_kept(sparsity: float, total: int, kept: int) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_chunks_are_small_beside_a_model(device: str) -> None:
     assert 1 <= chunk_elements(torch.device(device)) <= 1 << 24
+
+
+def kept_of(keys: list[list[int]], k: int, least: list[int]) -> list[list[bool]]:
+    sources = [lambda own=own: iter([torch.tensor(own)]) for own in keys]
+    return [torch.cat(list(walk)).tolist() for walk in choose(sources, k, least=least)]
+
+
+def test_choose_gives_each_source_its_least_and_the_others_share_the_rest() -> None:
+    keys = [[9, 8, 7, 6], [1, 3, 3, 2], [5, 4, 4, 1]]
+    assert kept_of(keys, 4, [0, 0, 0]) == [[True] * 4, [False] * 4, [False] * 4]
+    # of four, two go to the second source, of which the first 3 wins the tie; the last place but one goes to 9
+    assert kept_of(keys, 4, [0, 2, 0]) == [[True, True, False, False], [False, True, True, False], [False] * 4]
+    # the second source takes a place of the others, so that the third falls below its least only then
+    assert kept_of([[9, 8, 7], [1, 1], [6, 2]], 4, [0, 1, 1]) == [[True, True, False], [True, False], [True, False]]
+    assert kept_of(keys, 3, [1, 1, 1]) == [[True] + [False] * 3, [False, True, False, False], [True] + [False] * 3]
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=8), min_size=1, max_size=5), st.data())
+def test_choose_with_least_is_exact_and_the_best_there_is(keys: list[list[int]], data: st.DataObject) -> None:
+    least = [data.draw(st.integers(0, len(own))) for own in keys]
+    k = data.draw(st.integers(sum(least), sum(map(len, keys))))
+    found = kept_of(keys, k, least)
+    counts = [sum(own) for own in found]
+    assert sum(counts) == k
+    assert all(count >= few for count, few in zip(counts, least, strict=True))
+    # take the least of each source, then the best of all others
+    ordered = [sorted(own, reverse=True) for own in keys]
+    best = [key for own, few in zip(ordered, least, strict=True) for key in own[:few]]
+    rest = sorted((key for own, few in zip(ordered, least, strict=True) for key in own[few:]), reverse=True)
+    best += rest[: k - len(best)]
+    chosen = [
+        key for own, kept in zip(keys, found, strict=True) for key, is_kept in zip(own, kept, strict=True) if is_kept
+    ]
+    assert sorted(chosen) == sorted(best)

@@ -110,7 +110,7 @@ def test_where_erk_rounds_a_layer_up_as_sparsity_rises_another_layer_gives_one()
     sparse.prune(to=0.25)
     assert counts(sparse) == [14, 14, 13, 10]  # 51 of 68
     whole = Partition.contiguous(model, 1).whole
-    pools = sparse.editor.counts.pools(prune(whole, to=0.2647))
+    pools = sparse.editor.pools(prune(whole, to=0.2647))
     assert [pool.kept for pool in pools] == [13, 13, 13, 11]  # 50
     assert sparse.can_be_pruned
     with sparse.pruned():
@@ -245,11 +245,11 @@ ITERATIONS = 30
 
 def run_rigl(storage: str, optimize: Optimize, *, batches: int, clip: float | None, **options: Any) -> dict[str, Any]:
     """RigL over 30 iterations with a swap every 5, all that there is after each swap."""
-    accumulate, dtype = options.pop("accumulate"), options.pop("dtype", torch.float32)
+    dtype = options.pop("dtype", torch.float32)
     model = small_net(dtype)
     sparse = SparseModel(model, **({"sparsity": 0.75, "storage": storage, "allocation": "uniform"} | options))
     plan = rigl(Partition.per_layer(model), sparsity=0.75, iterations=ITERATIONS, every=5, drop=0.5, until=1.0)
-    cursor = Cursor(sparse, plan, accumulate=accumulate)
+    cursor = Cursor(sparse, plan)
     optimizer = cursor.attach(optimize(model.parameters()))
     seen = {"0": all_of(sparse, optimizer)}
     for iteration in range(ITERATIONS):
@@ -278,21 +278,20 @@ def run_rigl(storage: str, optimize: Optimize, *, batches: int, clip: float | No
 def test_rigl_with_compact_storage_is_rigl_with_masks_bit_for_bit(
     allocation: str, pattern: str, optimize: Optimize, batches: int
 ) -> None:
-    options: dict[str, Any] = {"batches": batches, "clip": 0.01, "accumulate": 1 if batches == 1 else None}
+    options: dict[str, Any] = {"batches": batches, "clip": 0.01}
     options |= {"pattern": pattern, "allocation": allocation}
     check_same_bits(run_rigl("compact", optimize, **options), run_rigl("masked", optimize, **options))
 
 
-@pytest.mark.parametrize(("accumulate", "batches"), [(1, 1), (None, 1), (2, 2)])
-def test_rigl_without_clipping_is_the_same_in_both_storages(accumulate: int | None, batches: int) -> None:
-    options: dict[str, Any] = {"batches": batches, "clip": None, "accumulate": accumulate}
+@pytest.mark.parametrize("batches", [1, 2])
+def test_rigl_without_clipping_is_the_same_in_both_storages(batches: int) -> None:
+    options: dict[str, Any] = {"batches": batches, "clip": None}
     check_same_bits(run_rigl("compact", sgd, **options), run_rigl("masked", sgd, **options))
 
 
-@pytest.mark.parametrize("accumulate", [1, None])
 @pytest.mark.parametrize("allocation", ["erk", "global"])
-def test_rigl_in_float64_is_the_same_in_both_storages(allocation: str, accumulate: int | None) -> None:
-    options: dict[str, Any] = {"batches": 1, "clip": None, "accumulate": accumulate, "allocation": allocation}
+def test_rigl_in_float64_is_the_same_in_both_storages(allocation: str) -> None:
+    options: dict[str, Any] = {"batches": 1, "clip": None, "allocation": allocation}
     options["dtype"] = torch.float64
     check_same_bits(run_rigl("compact", sgd, **options), run_rigl("masked", sgd, **options))
 

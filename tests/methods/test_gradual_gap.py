@@ -13,8 +13,8 @@ from torch import nn
 import growprune as gp
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import Balanced, parse_partition
-from growprune.methods import gradual_gap, parallel_gradual_gap
-from growprune.plan import Action, Fork, Part, Phase
+from growprune.methods import gradual_gap, granet, parallel_gradual_gap
+from growprune.plan import Action, Fork, Part, Phase, walk
 from growprune.sparse.cursor import Cursor
 
 FOUR = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
@@ -257,3 +257,15 @@ def test_a_pattern_that_a_first_mask_cannot_have_names_the_options_that_make_it(
     for options in ({"start": 0.5}, {"peak_density": 0.55}):  # 0.45 / 0.9 are a half, to a float's last digit
         fresh = gp.SparseModel(net, sparsity=0.9, pattern="2:4", allocation="uniform")
         assert next(iter(Cursor(fresh, gradual_gap(parts, sparsity=0.9, iterations=60, **options))))
+
+
+@pytest.mark.parametrize("start", [0.06, 0.21, 0.29, 0.33, 0.34])
+@pytest.mark.parametrize("make", [gradual_gap, parallel_gradual_gap, granet])
+def test_sparsity_rises_from_exactly_start_to_exactly_the_target(make: Any, start: float) -> None:
+    """0.9 + (0.33 - 0.9) is 0.32999999999999996, for which one weight more may have to live."""
+    options = {"until": 0.5, "begin": 0.2} if make is granet else {"until": 0.5}
+    plan = make(FOUR, sparsity=0.9, iterations=8, every=1, start=start, **options)
+    rising = [edit.to for scheduled in walk(plan) for edit in scheduled.phase.edits if edit.to]
+    assert rising[:2] == [start, start]
+    assert rising[-1] == 0.9
+    assert rising == sorted(rising)

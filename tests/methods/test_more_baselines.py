@@ -204,7 +204,7 @@ def test_granet_prunes_then_swaps_eight_weights(storage: str) -> None:
         S, sparsity=0.625, iterations=3, every=1, start=0.0, drop=0.68, until=0.0
     )  # 0.68 (1 + 0.5) / 2 = 0.51
     assert plan[1].edits[1].share == pytest.approx(0.51)  # type: ignore[union-attr]
-    cursor = Cursor(sparse, plan, accumulate=1)
+    cursor = Cursor(sparse, plan)
     optimizer = cursor.attach(still(model))
     assert alive(sparse) == [1] * 8
     pass_one(model, optimizer, [1, -7, 2, 5, 3, 2, 1, 0])
@@ -308,7 +308,7 @@ def test_a_rising_sparsity_is_exact_at_every_iteration(method: Any, allocation: 
     assert sparse.num_alive == sum(num_kept(0.9, size) for size in sizes)
 
 
-def run_plan(method: Any, storage: str, *, accumulate: int | None, **settings: Any) -> dict[str, Any]:
+def run_plan(method: Any, storage: str, *, batches: int, **settings: Any) -> dict[str, Any]:
     """30 iterations, all that there is after every fifth."""
     model = small_net()
     sparse = SparseModel(model, sparsity=0.75, storage=storage, **settings)
@@ -316,24 +316,22 @@ def run_plan(method: Any, storage: str, *, accumulate: int | None, **settings: A
         method.__name__, {}
     )
     plan = method(Partition.per_layer(model), sparsity=0.75, iterations=30, **takes)
-    cursor = Cursor(sparse, plan, accumulate=accumulate, score=score_of(sparse))
+    cursor = Cursor(sparse, plan, score=score_of(sparse))
     optimizer = cursor.attach(sgd(model.parameters()))
     seen = {}
     for iteration in range(30):
-        train_step(model, optimizer, iteration, batches=accumulate or 1)
+        train_step(model, optimizer, iteration, batches=batches)
         if iteration % 5 == 4:
             seen[str(iteration)] = all_of(sparse, optimizer)
     return seen
 
 
 @pytest.mark.parametrize(
-    ("method", "accumulate", "pattern", "allocation"),
+    ("method", "batches", "pattern", "allocation"),
     [  # each method with each pattern, and one ranking or several
         (granet, 1, "unstructured", "erk"),
         (granet, 1, "unstructured", "global"),
         (granet, 1, "1x4", "global"),
-        (granet, None, "unstructured", "global"),
-        (granet, None, "1x4", "uniform"),
         (granet, 2, "unstructured", "global"),
         (granet, 2, "1x4", "uniform"),
         (dsr, 1, "unstructured", "erk"),
@@ -344,36 +342,9 @@ def run_plan(method: Any, storage: str, *, accumulate: int | None, **settings: A
         (iterative, 1, "1x4", "global"),
     ],
 )
-def test_compact_storage_gives_the_bits_of_masks(
-    method: Any, accumulate: int | None, pattern: str, allocation: str
-) -> None:
-    settings: dict[str, Any] = {"accumulate": accumulate, "pattern": pattern, "allocation": allocation}
+def test_compact_storage_gives_the_bits_of_masks(method: Any, batches: int, pattern: str, allocation: str) -> None:
+    settings: dict[str, Any] = {"batches": batches, "pattern": pattern, "allocation": allocation}
     check_same_bits(run_plan(method, "compact", **settings), run_plan(method, "masked", **settings))
-
-
-def test_compact_storage_keeps_no_more_of_a_gradient_than_granet_may_grow() -> None:
-    """Under one ranking the growth of all layers together is known, and none gets more than that (and its rounding)."""
-    model = small_net()
-    sparse = SparseModel(model, sparsity=0.75, storage="compact", allocation="global")
-    sparse.prune(to=0.5)  # 752 live
-    part = Partition.contiguous(model, 1).whole
-    edits = prune(part, to=0.75), prune(part, share=0.1), grow(part, to=0.75, by=By.GRADIENT)  # 376, 339 or more
-    grown = sparse.editor.counts.num_grown(edits)
-    assert all(37 <= count <= 37 + 3 * 3 or count == 64 for count in grown.values())
-    assert sparse.editor.counts.can_be_bounded(edits)
-    first = Partition.per_layer(model)[0]
-    assert not sparse.editor.counts.can_be_bounded([prune(first, to=0.75), grow(first, to=0.5, by=By.GRADIENT)])
-
-
-def test_compact_storage_keeps_of_a_layer_s_gradient_what_granet_may_drop_there() -> None:
-    """One ranking may leave a layer all that it has, 288, 1152 or 64; a tenth of that is the most that comes back."""
-    model = small_net()
-    sparse = SparseModel(model, sparsity=0.75, storage="compact", allocation="global")
-    part = Partition.contiguous(model, 1).whole
-    swap = prune(part, share=0.1), grow(part, to=0.75, by=By.GRADIENT, spread=Spread.LOST)
-    edits = prune(part, to=0.75), *swap
-    assert sparse.editor.counts.can_be_bounded(edits)
-    assert list(sparse.editor.counts.num_grown(edits).values()) == [28, 115, 6]
 
 
 def test_granet_under_one_ranking_leaves_every_layer_its_number_once_the_sparsity_has_risen() -> None:

@@ -123,7 +123,7 @@ def test_a_plan_that_never_ends_is_refused() -> None:
         while True:
             yield Phase(iterations=1)
 
-    with pytest.raises(GrowpruneError, match=r"^the plan of endless has more than 100,000 phases: yield fewer$"):
+    with pytest.raises(GrowpruneError, match=r"^the plan of endless has more than 100,000 phases: .* yield fewer$"):
         endless(S)
 
 

@@ -156,7 +156,7 @@ def test_a_row_of_the_paper_says_what_it_expects_and_is_what_its_name_says(name:
     assert (recipe.sparsity, recipe.allocation) == (int(sparsity) / 100, allocation)
     assert recipe.pattern == ("1x8" if row.endswith("1x8") else "unstructured")
     if found := re.search(r"kappa(\d)", row):
-        assert recipe.parts.num_parts == int(found[1])
+        assert recipe.chosen()["parts"].num_parts == int(found[1])
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,8 @@ def test_parts_are_the_papers(name: str, sizes: tuple[int, ...]) -> None:
     recipe = find(name)
     with torch.device("meta"):
         model = recipe.task.build_model()
-    sparse = recipe.sparse_model(model)
-    assert (
-        tuple(
-            sum(w.numel for w in sparse.editor.counts.weights_of(part))
-            for part in recipe.parts.cut(model, keep_dense=recipe.keep_dense)
-        )
-        == sizes
-    )
+    sparse = recipe.resolve(model).make_sparse(model)
+    assert tuple(sum(w.numel for w in sparse.editor.weights_of(part)) for part in recipe.plan(model).partition) == sizes
 
 
 @pytest.mark.parametrize("sparsity, flops", [(80, 1_827_782_116), (90, 1_033_958_816)])

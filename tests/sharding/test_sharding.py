@@ -167,8 +167,7 @@ def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[d
         sparse.shard(mesh, **offloaded)
     if how == "compiled":
         sparse.model.blocks[0].compile(backend="aot_eager")
-    accumulate = 1 if method == "rigl" and not how else None
-    cursor = gp.Cursor(sparse, plan_of(sparse, method), iterations_per_epoch=2, accumulate=accumulate)
+    cursor = gp.Cursor(sparse, plan_of(sparse, method), iterations_per_epoch=2)
     sgd = torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9)
     optimizer = cursor.attach(torch.optim.AdamW(sparse.model.parameters(), lr=1e-3) if with_adam else sgd)
     masks = [sparse.masks]

@@ -19,11 +19,11 @@ def nan_of(bits: int) -> Tensor:
     return torch.tensor([bits], dtype=torch.int32).view(torch.float32)
 
 
-def begun(storage: str, accumulate: int | None) -> tuple[Any, gp.Cursor, torch.optim.Optimizer]:
+def begun(storage: str) -> tuple[Any, gp.Cursor, torch.optim.Optimizer]:
     torch.manual_seed(0)
     sparse = gp.SparseModel(nn.Linear(8, 8), sparsity=0.5, allocation="uniform", storage=storage)
     plan = gp.methods.rigl(gp.Partition.contiguous(sparse.model, 1), sparsity=0.5, iterations=2, every=1, until=1.0)
-    cursor = gp.Cursor(sparse, plan, accumulate=accumulate)
+    cursor = gp.Cursor(sparse, plan)
     return sparse, cursor, cursor.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
 
 
@@ -33,12 +33,9 @@ def backward(sparse: Any, gradient: Tensor) -> None:
 
 
 @pytest.mark.parametrize("nan", NANS)
-@pytest.mark.parametrize("accumulate", [None, 1])
 @pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_gradients_that_are_no_numbers_are_refused_when_weights_grow_by_them(
-    storage: str, accumulate: int | None, nan: str
-) -> None:
-    sparse, _, optimizer = begun(storage, accumulate)
+def test_gradients_that_are_no_numbers_are_refused_when_weights_grow_by_them(storage: str, nan: str) -> None:
+    sparse, _, optimizer = begun(storage)
     backward(sparse, nan_of(NANS[nan]))
     for parameter in sparse.model.parameters():
         parameter.grad.zero_()  # which were seen already: the weights stay finite
@@ -50,7 +47,7 @@ def test_gradients_that_are_no_numbers_are_refused_when_weights_grow_by_them(
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_a_backward_pass_without_a_step_may_have_any_gradients(storage: str, nan: str) -> None:
     """A GradScaler makes no step when the scaled loss was too large."""
-    sparse, cursor, optimizer = begun(storage, 1)
+    sparse, cursor, optimizer = begun(storage)
     backward(sparse, nan_of(NANS[nan]))
     backward(sparse, torch.ones(1))
     optimizer.step()

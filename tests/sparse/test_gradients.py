@@ -300,46 +300,6 @@ def test_the_batches_of_an_iteration_add_up(storage: str, is_sparse: bool) -> No
     assert alive(sparse) == ([1, 1, 0, 1] if is_sparse else [0, 1, 0, 0])
 
 
-@every_storage
-def test_a_second_batch_where_one_was_said_is_an_error_or_counts(storage: str) -> None:
-    model = Few(3.0, 2.0, 0.2, 0.1)
-    sparse = SparseModel(model, sparsity=0.5, storage=storage)
-    sparse.prune()
-    plan = [Phase(iterations=1), Phase(grow(ALL, to=0.25, by=By.GRADIENT), iterations=1)]
-    optimizer = (cursor := Cursor(sparse, plan, accumulate=1)).attach(still(model))
-    losses = model.linear(5, 1, 5, 0), model.linear(0, 6, -4, 2)
-    if storage == "masked":
-        pass_one(model, optimizer, *losses)
-        assert alive(sparse) == [1, 1, 0, 1]
-    else:
-        with pytest.raises(
-            GrowpruneError, match=r"second gradient in one iteration.*pass accumulate=2 or more to Cursor"
-        ):
-            pass_one(model, optimizer, *losses)
-    assert cursor.sparse is sparse
-
-
-@every_storage
-def test_of_one_batch_compact_storage_keeps_no_more_than_it_may_choose(storage: str) -> None:
-    model = nn.Linear(40, 50)
-    part = Part("all", ("weight",))
-    sparse = SparseModel(model, sparsity=0.9, storage=storage)
-    sparse.prune()
-    plan = [Phase(iterations=2), Phase(grow(part, to=0.85, by=By.GRADIENT), iterations=1)]
-    cursor = Cursor(sparse, plan, accumulate=1)
-    optimizer = cursor.attach(still(model))
-    for _ in range(2):
-        assert "weight" not in sparse.gradients.state_dict()["sums"]  # the first iteration is not looked at
-        optimizer.zero_grad()
-        model(torch.randn(8, 40)).square().sum().backward()
-        if cursor.left == 1:
-            kept = sparse.gradients.state_dict()["sums"]["weight"].count_nonzero()
-            assert int(kept) == (200 + 100 if storage == "compact" else 2000)
-        optimizer.step()
-    assert sparse.num_alive == 300
-    assert not sparse.gradients.state_dict()["sums"]
-
-
 def test_replicas_add_their_gradients_up_once_an_iteration() -> None:
     model = Few(1.0, 1.0, 1.0, 1.0)
     sparse = SparseModel(model, sparsity=0.5)
@@ -465,8 +425,9 @@ def test_a_model_that_is_sparser_already_cannot_be_pruned(storage: str) -> None:
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
-@pytest.mark.parametrize("accumulate", [1, 2, None])
-def test_the_gradients_of_a_step_that_was_skipped_are_dropped(storage: str, accumulate: int | None) -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_a_skipped_step_are_dropped(storage: str, passes: int, set_to_none: bool) -> None:
     """As a GradScaler skips one whose gradients are infinite, and then gradients are emptied."""
     masks = []
     for is_skipped in (False, True):
@@ -476,15 +437,15 @@ def test_the_gradients_of_a_step_that_was_skipped_are_dropped(storage: str, accu
         sparse.prune()
         whole = Part("all", ("weight",))
         swap = prune(whole, share=0.5), grow(whole, to=0.5, by=By.GRADIENT)
-        cursor = Cursor(sparse, [Phase(iterations=1), Phase(*swap, iterations=1)], accumulate=accumulate)
+        cursor = Cursor(sparse, [Phase(iterations=1), Phase(*swap, iterations=1)])
         optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.1))
         for scale in (float("inf"), 1.0) if is_skipped else (1.0,):
             generator = torch.Generator().manual_seed(1)
-            for _ in range(accumulate or 1):
+            for _ in range(passes):
                 (model(torch.randn(4, 8, generator=generator)).square().sum() * scale).backward()
             if scale == 1.0:
                 optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=set_to_none)
         masks.append(sparse.masks["weight"])
     assert torch.equal(*masks)
 

@@ -525,9 +525,8 @@ def test_a_compact_model_is_not_held_twice(tmp_path: Path) -> None:
     assert gp.load(tmp_path / "model.safetensors", sparse.to_dense_(), storage="compact").num_alive == 166
 
 
-@pytest.mark.parametrize("scope", ["model", "part"])
-def test_a_prune_that_cannot_reach_its_count_is_refused(scope: str) -> None:
-    sparse = pruned(allocation="global", scope=scope, sparsity=0.8)
+def test_a_prune_that_cannot_reach_its_count_is_refused() -> None:
+    sparse = pruned(allocation="global", sparsity=0.8)
     with pytest.raises(
         ValueError, match=r"cannot prune .* to sparsity 0.5: that needs 832 live weights, but 333 are live"
     ):

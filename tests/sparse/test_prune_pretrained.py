@@ -54,7 +54,7 @@ def images(count: int = 6) -> Tensor:
 
 def alive(sparse: gp.SparseModel) -> dict[str, int]:
     """The number of live groups of each weight."""
-    return sparse.editor.counts.num_alive(sparse.weights)
+    return sparse.editor.num_alive(sparse.weights)
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "erk"])

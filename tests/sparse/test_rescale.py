@@ -75,20 +75,16 @@ def test_sparsify_leaves_the_weights_of_normalized_models_as_they_are() -> None:
         assert torch.equal(weight[alive], before.get_parameter(name)[alive])
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        *(
-            (name, True)
-            for name in ("BatchNorm2d", "SyncBatchNorm", "LlamaRMSNorm", "GroupNormAct", "Norm", "LayerNorm2d")
-        ),
-        *(
-            (name, False)
-            for name in ("NormalMLP", "NormFreeNet", "_WeightNorm", "_SpectralNorm", "Linear", "Denormalize")
-        ),
-    ],
+NORMS = (
+    "BatchNorm2d SyncBatchNorm LlamaRMSNorm GroupNormAct Norm LayerNorm2d LayerNormFp32 GroupNorm1 MambaRMSNormGated"
 )
-def test_layers_that_normalize_are_known_by_the_end_of_their_name(name: str, expected: bool) -> None:
+OTHERS = "NormalMLP NormFreeNet _WeightNorm _SpectralNorm Linear Denormalize NormedLinear"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [*((name, True) for name in NORMS.split()), *((name, False) for name in OTHERS.split())]
+)
+def test_norm_layers_are_known_by_their_name(name: str, expected: bool) -> None:
     assert is_normalized(nn.Sequential(type(name, (nn.Module,), {})())) is expected
 
 

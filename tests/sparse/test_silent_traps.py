@@ -142,7 +142,7 @@ def test_a_trained_model_without_norms_is_recognised_by_its_weights() -> None:
     model = small_net()
     with torch.no_grad():
         model[3].weight[0, 0] = 3.0
-    with pytest.warns(UserWarning, match="its weights are larger than torch initialises them"):
+    with pytest.warns(UserWarning, match="its weights do not look like initial weights"):
         gp.sparsify(model, sgd(model.parameters()), sparsity=0.9, iterations=20)
 
 

@@ -23,7 +23,7 @@ from growprune.sparse.model import SparseModel
 
 SPARSITIES = [0, 0.5, 0.8, 0.9, 0.95, 0.99]
 PATTERNS = ["unstructured", "1x8", "2x4", "4x4", "2:4", "1:4"]
-ALLOCATIONS = [("uniform", "model"), ("global", "model"), ("global", "part"), ("erk", "model")]
+ALLOCATIONS = ("uniform", "global", "erk")
 
 
 def zoo(*, ragged: bool) -> nn.Module:
@@ -105,16 +105,12 @@ def groups_in(sparse: SparseModel, weight: Weight) -> int:
     return weight.numel
 
 
-def check_counts_are_exact(sparse: SparseModel, parts: Partition | None) -> None:
+def check_counts_are_exact(sparse: SparseModel) -> None:
     """Counts against the sparsity asked for, and weights against masks."""
     alive = {weight.name: groups_alive(sparse, weight) for weight in sparse.weights}
     sizes = {weight.name: groups_in(sparse, weight) for weight in sparse.weights}
     if sparse.allocation == "uniform":
         assert alive == {name: num_kept(sparse.target_sparsity, size) for name, size in sizes.items()}
-    elif parts is not None and sparse.scope.value == "part" and sparse.allocation == "global":
-        for part in parts:
-            names = [weight.name for weight in sparse.weights if weight.parameter in part.tensors]
-            assert sum(alive[n] for n in names) == num_kept(sparse.target_sparsity, sum(sizes[n] for n in names))
     else:
         assert sum(alive.values()) == num_kept(sparse.target_sparsity, sum(sizes.values()))
     for name, mask in sparse.masks.items():
@@ -126,21 +122,20 @@ def check_counts_are_exact(sparse: SparseModel, parts: Partition | None) -> None
 
 
 @pytest.mark.parametrize("sparsity", SPARSITIES)
-@pytest.mark.parametrize(("allocation", "scope"), ALLOCATIONS)
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_number_alive_is_exact(pattern: str, allocation: str, scope: str, sparsity: float) -> None:
+def test_the_number_alive_is_exact(pattern: str, allocation: str, sparsity: float) -> None:
     for ragged in (False, True) if ":" not in pattern else (False,):
         model = zoo(ragged=ragged)
-        options = {"allocation": allocation, "scope": scope, "pattern": pattern}
+        options = {"allocation": allocation, "pattern": pattern}
         least = {"2:4": 0.5, "1:4": 0.75}.get(pattern, 0)
         if 0 < sparsity < least:
             with pytest.raises(ValueError, match=f"sparsity must be >= .* for pattern {pattern} .*got {sparsity}"):
                 make(model, sparsity, **options)
             continue
         sparse = make(model, sparsity, **options)
-        parts = Partition.contiguous(model, 3)
-        prune_quietly(sparse, list(parts) if scope == "part" else [None])
-        check_counts_are_exact(sparse, parts)
+        prune_quietly(sparse, [None])
+        check_counts_are_exact(sparse)
 
 
 dimension = st.integers(1, 7)
@@ -174,7 +169,7 @@ def test_the_number_alive_is_exact_for_any_layers_sparsity_and_chunks(
         patch.setattr(patterns, "chunk_elements", lambda device: chunk)
         warnings.filterwarnings("ignore", "layer.* pruned to zero weights")
         sparse.prune(by=by)
-    check_counts_are_exact(sparse, None)
+    check_counts_are_exact(sparse)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -240,7 +235,7 @@ def test_a_layer_too_small_to_keep_anything_is_warned_of_and_is_all_zero() -> No
 def test_a_layer_that_one_ranking_leaves_nothing_is_told_from_one_that_is_too_small() -> None:
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
     model[0].weight.data.mul_(1e-3)
-    sparse = make(model, 0.9, allocation="global")
+    sparse = make(model, 0.9, allocation="global_no_floor")
     with pytest.warns(UserWarning, match=DEAD + "; add it to keep_dense or use allocation='uniform'$"):
         sparse.prune()
     assert list(sparse.alive_by_weight().values()) == [0, 320]
@@ -250,7 +245,7 @@ def test_a_layer_without_live_weights_is_warned_of_once_and_layers_that_follow_t
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     for layer, size in zip(model, (1e-3, 1e-2, 1e-1, 1), strict=True):
         layer.weight.data.uniform_(1, 2).mul_(size)
-    sparse = make(model, 0.8, allocation="global")
+    sparse = make(model, 0.8, allocation="global_no_floor")
     with pytest.warns(UserWarning) as caught:
         for sparsity in (0.3, 0.4, 0.8, 0.9):
             sparse.prune(to=sparsity)
@@ -333,14 +328,13 @@ def test_pruning_a_part_leaves_other_parts_untouched() -> None:
     assert torch.equal(model[1].weight, before)
 
 
-def test_a_global_prune_of_a_part_ranks_the_whole_model_by_default_and_the_part_if_asked() -> None:
-    for scope, expected in (("model", [2, 0]), ("part", [1, 2])):
-        model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False))
-        model[0].weight.data.copy_(torch.tensor([[4.0, 3.0]]))
-        model[1].weight.data.copy_(torch.tensor([[2.0, 1.0]]))
-        sparse = make(model, 0.5, allocation="global", scope=scope)
-        prune_quietly(sparse, [Partition.per_layer(model)[0]])
-        assert list(sparse.alive_by_weight().values()) == expected
+def test_global_prune_of_a_part_ranks_the_whole_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False))
+    model[0].weight.data.copy_(torch.tensor([[4.0, 3.0]]))
+    model[1].weight.data.copy_(torch.tensor([[2.0, 1.0]]))
+    sparse = make(model, 0.5, allocation="global")
+    prune_quietly(sparse, [Partition.per_layer(model)[0]])
+    assert list(sparse.alive_by_weight().values()) == [2, 0]
 
 
 def test_query_key_and_value_are_pruned_apart() -> None:
@@ -511,12 +505,14 @@ def test_keep_dense_is_never_pruned() -> None:
         ({"sparsity": 1.0}, "sparsity must be in .*, got 1.0"),
         ({"sparsity": -0.5}, "sparsity must be in .*, got -0.5"),
         ({"sparsity": 90}, "sparsity must be in .*, got 90"),
-        ({"allocation": "layerwise"}, "allocation must be one of uniform, erk, global, got 'layerwise'"),
+        (
+            {"allocation": "layerwise"},
+            "allocation must be one of uniform, erk, global, global_no_floor, got 'layerwise'",
+        ),
         (
             {"pattern": "8"},
             "pattern must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M, got '8'",
         ),
-        ({"scope": "layer"}, "scope must be one of model, part, got 'layer'"),
         ({"storage": "zip"}, "storage must be one of masked, compact, got 'zip'"),
         ({"pattern": "2:4", "sparsity": 0.4}, "sparsity must be >= 0.5 for pattern 2:4 .*, got 0.4"),
         ({"pattern": "2:3"}, "needs a multiple of 3 inputs, but weight has 4"),
@@ -591,3 +587,23 @@ def test_a_preview_that_fails_on_the_way_is_undone(storage: str, monkeypatch: py
         sparse.pruned().__enter__()
     assert list(sparse.alive_by_weight().values()) == [100, 100, 100]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize(("allocation", "expected"), [("global", [197, 3]), ("global_no_floor", [200, 0])])
+def test_global_leaves_each_layer_three_percent_of_its_uniform_share(
+    storage: str, allocation: str, expected: list[int]
+) -> None:
+    """Uniform leaves 100 of each layer's 1,000 weights. All of the first layer's are larger than the second's."""
+    model = nn.Sequential(nn.Linear(50, 20, bias=False), nn.Linear(20, 50, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.arange(1000, 2000).view(20, 50))
+        model[1].weight.copy_(torch.arange(1, 1001).view(50, 20) / 1000)
+    sparse = make(model, 0.9, allocation=allocation, storage=storage)
+    says = "prunes 1.weight to its floor, 3%" if expected[1] else "1.weight was pruned to zero weights"
+    with pytest.warns(UserWarning, match=says):
+        sparse.prune()
+    assert list(sparse.alive_by_weight().values()) == expected
+    assert sparse.masks["1.weight"].flatten()[-3:].all() == bool(expected[1])
+    sparse.prune(to=0.95)  # 50 and 50, so one is left to the second, and no second warning
+    assert list(sparse.alive_by_weight().values()) == ([99, 1] if expected[1] else [100, 0])

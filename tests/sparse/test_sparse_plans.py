@@ -130,7 +130,7 @@ def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_
     for scheduled in phases_of(sparse, plan):
         grown = [edit.part for edit in scheduled.phase.edits if edit.action.value == "grow"]
         for part in grown:
-            (weight,) = sparse.editor.counts.weights_of(part)
+            (weight,) = sparse.editor.weights_of(part)
             assert sparse.alive_by_weight()[weight.name] == weight.numel
         if not grown:
             assert sparse.num_alive == 63

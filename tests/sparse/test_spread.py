@@ -246,7 +246,7 @@ def test_granet_prunes_by_one_ranking_and_returns_to_each_layer_what_it_dropped(
     plan = granet(Partition.contiguous(sparse.model, 1), sparsity=0.625, iterations=2, every=1, start=0.0, drop=1.0)
     assert isinstance(plan[1], Phase)
     assert plan[1].edits[1].share == 0.5
-    cursor = Cursor(sparse, plan, accumulate=1)
+    cursor = Cursor(sparse, plan)
     optimizer = cursor.attach(still(sparse.model))
     optimizer.zero_grad()
     loss(sparse.model, [0, 1, 0, 9, 1, 1, 1, 1], [0, 0, 0, 0, 0, -2, 0, 3]).backward()
@@ -268,7 +268,7 @@ def test_a_prune_that_takes_nothing_is_not_mistaken_for_the_one_before() -> None
     sparse.apply(prune(part, to=0.625), grow(part), prune(part, to=0.0))
     sparse.apply(prune(part, to=0.0), grow(part, to=0.0, spread=Spread.LOST))
     assert counts(sparse) == [8, 8]
-    assert not sparse.editor.counts.lost
+    assert not sparse.editor.lost
 
 
 @pytest.mark.parametrize(

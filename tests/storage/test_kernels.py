@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from growprune.masks.ranking import choose, magnitude_keys
 from growprune.storage import kernels
 from growprune.storage.kernels import block_offsets, compress, expand, pack, unpack
-from growprune.storage.ranking import can_keep_largest, keep_largest
 
 every_device = pytest.mark.parametrize(
     "device",
@@ -258,29 +256,3 @@ def test_what_is_off_the_bits_is_zeroed(n: int) -> None:
                 expected = tensor * mask
                 kernels.zero_off(tensor, bits)
                 assert torch.equal(tensor, expected)
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_the_largest_of_many_tensors_are_those_of_the_general_way(dtype: torch.dtype, is_tied: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(n, generator=generator).to(dtype) for n in (1, 70_000, 33, 16_384, 5000)]
-    values = [v.round() for v in values] if is_tied else values
-    masks = [torch.rand(v.shape, generator=generator) < 0.7 for v in values]
-    pools = [0, 1, 0, 1, 1]
-    for share in (0, 10, 2, 1):
-        alive = [sum(int(m.sum()) for m, p in zip(masks, pools, strict=True) if p == pool) for pool in (0, 1)]
-        kept = [count // share if share else 0 for count in alive]
-        on_gpu = [v.cuda() for v in values], [m.cuda() for m in masks]
-        assert can_keep_largest(on_gpu[0])
-        found = keep_largest(*on_gpu, pools, kept)
-        assert found is not None
-        for pool in (0, 1):
-            numbers = [i for i, p in enumerate(pools) if p == pool]
-            sources = [lambda i=i: iter([magnitude_keys(values[i]).mul_(masks[i])]) for i in numbers]
-            for i, chosen in zip(numbers, choose(sources, kept[pool]), strict=True):
-                assert torch.equal(found[i].cpu(), torch.cat(list(chosen)))
-    on_gpu[0][1][0], on_gpu[1][1][0] = float("nan"), True
-    assert keep_largest(*on_gpu, pools, kept) is None

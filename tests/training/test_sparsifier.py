@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import nn
 import growprune as gp
 from growprune.integrations.callback import SparseCallback
 from growprune.methods import METHODS
+from growprune.plan import declaration_of
 from growprune.sparse.cursor import Cursor
-from growprune.training.arguments import Arguments
+from growprune.training.settings import Settings
 from growprune.training.sparsifier import Sparsifier, sparsify
 
 ONE_LOOP = [name for name in METHODS if not name.startswith("parallel")]
@@ -58,7 +60,11 @@ def test_three_lines_do_what_the_objects_below_do(name: str) -> None:
     method: Any = METHODS[name]
     keep_dense = ["5"]  # "auto": the last layer
     sparse = gp.SparseModel(
-        model, 0.0 if name == "dense" else 0.75, allocation=method.allocation, keep_dense=keep_dense, rescale=True
+        model,
+        0.0 if name == "dense" else 0.75,
+        allocation=declaration_of(method).allocation,
+        keep_dense=keep_dense,
+        rescale=True,
     )
     kind = getattr(gp.Partition, method.partition)
     parts = (
@@ -183,7 +189,7 @@ def test_sparsify_and_the_callbacks_take_the_same_arguments() -> None:
 
     front = arguments(sparsify, "model", "optimizer", "losses")
     assert front == arguments(SparseCallback.__init__, "log_layers")
-    assert front.keys() == set(Arguments.__dataclass_fields__) - {"options"}
+    assert front.keys() == set(Settings.__dataclass_fields__) - {"options"}
 
 
 # What it says
@@ -293,6 +299,35 @@ def test_a_fresh_model_begins_with_a_random_mask_and_nothing_is_said() -> None:
     model = fresh()
     sparsifier = sparsify(model, sgd(model.parameters()), sparsity=0.75, iterations=8)
     assert sparsifier.plan.options["initial_mask"] == "random"
+
+
+@pytest.mark.parametrize(
+    "initialise",
+    [
+        nn.init.kaiming_normal_,
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.xavier_uniform_,
+        nn.init.orthogonal_,
+        nn.init.trunc_normal_,
+    ],
+)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_fresh_models_without_norms_are_told_from_trained_ones(initialise: Any, is_trained: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    for layer in model[::2]:
+        initialise(layer.weight)
+    x = torch.randn(256, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    for _ in range(200 if is_trained else 0):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+        optimizer.step()
+    expected = contextlib.nullcontext() if not is_trained else pytest.warns(UserWarning, match="already trained")
+    with expected:
+        sparsifier = sparsify(model, sgd(model.parameters()), sparsity=0.75, iterations=8)
+    assert sparsifier.plan.options["initial_mask"] == ("magnitude" if is_trained else "random")
 
 
 def test_what_the_user_says_of_the_first_mask_is_obeyed_without_a_word() -> None:
@@ -468,7 +503,7 @@ def test_every_option_of_the_examples_is_taken() -> None:
     shared = {"sparsity", "iterations", "epochs", "initial_mask", "seed", "kappa"}
     for name in ONE_LOOP:
         own = {option: value for option, value in options_of(name).items() if option not in shared}
-        assert Arguments(name, 0.75, options=own).options == own
+        assert Settings(name, 0.75, options=own).options == own
 
 
 # A first mask by data

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from growprune.engine.cost import estimate
-from growprune.engine.recipe import Recipe, own_options
+from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import PARTS, parse_partition
-from growprune.plan import Plan
+from growprune.masks.partition_kinds import PARTS
+from growprune.plan import Plan, declaration_of
 from growprune.plan.lengths import fill_lengths, plan_length
 from growprune.plan.settings import check_counts
 
@@ -85,9 +84,11 @@ def nearest(price: Callable[[int], int], target: int, least: int, most: int) -> 
 
 def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
     """Return the recipe with options that make its plan as long as `epochs`. Options that are set stay."""
-    recipe = _with_kappa(recipe, recipe.parts.num_parts or PARTS)
-    S = _parts_of(recipe)
-    if "iterations" in own_options(recipe.method):
+    S, about = _parts_of(recipe), declaration_of(recipe.method)
+    if about.parts:  # so that results contain it
+        number = recipe.parts if isinstance(recipe.parts, int) else recipe.chosen()["parts"].num_parts
+        recipe = replace(recipe, options={about.parts: number or min(PARTS, len(S)), **recipe.options})
+    if about.length == "iterations":
         lengths = _in_iterations(recipe, S, epochs, iterations_per_epoch)
     else:
         lengths = _in_epochs(recipe, S, epochs)
@@ -113,23 +114,16 @@ def num_epochs(recipe: Recipe, iterations_per_epoch: int) -> float:
 def _parts_of(recipe: Recipe) -> Partition:
     with torch.device("meta"):
         model = recipe.task.build_model()
-    return recipe.cut(model)
+    return recipe.settings.cut(model, recipe.settings.kept_dense(model))
 
 
 def cut_as_usual(recipe: Recipe) -> Recipe:
     """Return the recipe with the kind of partition that suits its method, and the same number of parts."""
-    kind, parts = getattr(recipe.method, "partition", "contiguous"), recipe.parts.num_parts
-    recipe = _with_kappa(recipe, parts or PARTS)
-    if kind == "contiguous" and parts:  # which may be cut by hand
+    number = recipe.chosen()["parts"].num_parts
+    is_contiguous = declaration_of(recipe.method).partition == "contiguous"
+    if recipe.parts is None or (is_contiguous and number):  # which may be cut by hand
         return recipe
-    return replace(recipe, parts=parse_partition(kind, kappa=parts or PARTS))
-
-
-def _with_kappa(recipe: Recipe, kappa: int) -> Recipe:
-    """Set kappa for a method that draws its own sets of layers."""
-    parameter = inspect.signature(recipe.method).parameters.get("kappa")
-    is_asked = parameter is not None and parameter.default is inspect.Parameter.empty
-    return replace(recipe, options={"kappa": kappa, **recipe.options}) if is_asked else recipe
+    return replace(recipe, parts=number)
 
 
 def _in_iterations(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, int]:
@@ -151,7 +145,7 @@ def _in_iterations(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) ->
 
 def _in_epochs(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
     branches = 1
-    if "steps" in own_options(recipe.method):
+    if declaration_of(recipe.method).length == "steps * epochs + finetune":
         step = {"steps": 1, "epochs": 1, "finetune": 0}
         branches = round(_length(replace(recipe, options={**recipe.options, **step}), S, 1))
     lengths = fill_lengths(recipe.method, recipe.options, epochs, parts=len(S), branches=branches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
@@ -13,6 +12,7 @@ from typing import Any
 from growprune.compare.parsing import Row, split
 from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import GrowpruneError
+from growprune.plan import declaration_of
 from growprune.plan.settings import is_number
 
 Grid = Mapping[str, Sequence[str]]
@@ -129,5 +129,5 @@ def _own_value(key: str, row: Row, recipe: Recipe) -> Any:
 
 
 def _default(recipe: Recipe, option: str) -> Any:
-    parameter = inspect.signature(recipe.method).parameters.get(option)
-    return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+    parameter = declaration_of(recipe.method).options.get(option)
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +9,13 @@ from dataclasses import dataclass, replace
 from growprune.engine.override import find_method
 from growprune.engine.source import absolute, is_source
 from growprune.errors import GrowpruneError, shorten
+from growprune.masks.allocation import ALLOCATIONS
 from growprune.methods import METHODS
+from growprune.plan import declaration_of
 from growprune.runs.record import DENSE, EQUAL, SMALL_DENSE, small_name
 
 CONTROLS = ("start", "peak")
 """Controls: the same plan without growing, from its density at the start or at its peak."""
-ALLOCATIONS = ("uniform", "erk", "global")
 ELSEWHERE = {
     "method": "first in the row",
     "allocation": "after the method, as in rigl:erk",
@@ -43,7 +43,7 @@ class Row:
     @property
     def takes_sparsity(self) -> bool:
         """True if its method takes a sparsity. Others, such as dense, run once and have no allocation."""
-        return bool(self.equal) or "sparsity" in inspect.signature(find_method(self.method)).parameters
+        return bool(self.equal) or "sparsity" in declaration_of(find_method(self.method)).options
 
     @property
     def name(self) -> str:
@@ -75,11 +75,11 @@ def parse_rows(text: str) -> list[Row]:
 
 
 def _with_controls(row: Row) -> list[Row]:
-    """A row and its controls, if the method has the option `control`: the same method without growing."""
-    is_controlled = "control" in inspect.signature(find_method(row.method)).parameters
-    if not is_controlled or "control" in dict(row.settings):
+    """A row and its controls, if the method declares a parameter for them: the same method without growing."""
+    control = declaration_of(find_method(row.method)).control
+    if control is None or control in dict(row.settings):
         return [row]
-    return [row, *(replace(row, settings=(*row.settings, ("control", kind))) for kind in CONTROLS)]
+    return [row, *(replace(row, settings=(*row.settings, (control, kind))) for kind in CONTROLS)]
 
 
 def split(text: str) -> list[str]:
@@ -136,7 +136,7 @@ def _method_and_allocation(head: str) -> tuple[str, str]:
     """Parse rigl, rigl:erk, path.py:function or path.py:function:erk."""
     method, colon, allocation = head.rpartition(":")
     if not colon or method.endswith(".py"):
-        method, allocation = head, getattr(find_method(head), "allocation", "uniform")
+        method, allocation = head, declaration_of(find_method(head)).allocation
     if allocation not in ALLOCATIONS:
         raise GrowpruneError(
             f"the allocation of a row must be one of {', '.join(ALLOCATIONS)}, got {allocation!r} in {head!r}"

@@ -25,17 +25,18 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
     task = recipe.task
     seed_all(recipe.seed, "model")
     model = recipe.shapes()  # if the task does not initialise modules, it has its weights
-    plan = recipe.plan(model, per_epoch)
+    resolved = recipe.resolve(model, per_epoch)
+    plan = resolved.plan
     recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
     if task.initialises_modules:
         if recipe.storage == "compact" and not recipe.weights and _begins_at_random(plan, recipe.sparsity):
-            sparse = sparse_init(task.build_model, initialise=task.initialise, **recipe.sparse_settings(model))
+            sparse = sparse_init(task.build_model, initialise=task.initialise, **resolved.sparse_settings())
             sparse.model.to(device)
             return sparse, plan, True
         model = dense_init(task.build_model, initialise=task.initialise)
     if not recipe.weights:
-        return recipe.sparse_model(model.to(device)), plan, False
-    sparse = recipe.sparse_model(model)  # before it goes to its device
+        return resolved.make_sparse(model.to(device)), plan, False
+    sparse = resolved.make_sparse(model)  # before it goes to its device
     first = next(walk(plan), None)
     is_as_is = first is not None and any(edit.by is By.AS_IS for edit in first.phase.edits)
     load_weights(sparse, recipe.weights, with_masks=is_as_is)

@@ -79,7 +79,8 @@ def estimate(recipe: Recipe) -> Estimate:
     with torch.device("meta" if recipe.task.initialises_modules else "cpu"):
         example = recipe.task.example()
     # masked, whatever it will be: only shapes are looked at, and compact layers compute on no meta device
-    sparse, plan = SparseModel(model, **recipe.sparse_settings(model)), recipe.plan(model, per_epoch)
+    resolved = recipe.resolve(model, per_epoch)
+    sparse, plan = SparseModel(model, **resolved.sparse_settings()), resolved.plan
     flops = count_flops(model, example)
     now = before_fork = after_fork = dict.fromkeys((w.name for w in sparse.weights), 1.0)
     costs, merged = [], 0.0
@@ -93,12 +94,12 @@ def estimate(recipe: Recipe) -> Estimate:
         forward = flops.at(now)
         costs.append(Cost(scheduled, alive, forward, epochs, round(3 * forward * epochs)))
         if scheduled.returns is not None:  # what no branch returns is as it was before the fork
-            after_fork |= {w.name: now[w.name] for w in sparse.editor.counts.weights_of(scheduled.returns)}
+            after_fork |= {w.name: now[w.name] for w in sparse.editor.weights_of(scheduled.returns)}
             after_fork |= _pruned_early(sparse, scheduled, schedule, after_fork)
             now = after_fork if scheduled.is_last_branch else now
             merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
     spreads = {edit.spread for scheduled in schedule for edit in scheduled.phase.edits}
-    is_exact = recipe.allocation != "global" and not spreads & {Spread.RANKING, Spread.MOMENTUM}
+    is_exact = not resolved.allocation.startswith("global") and not spreads & {Spread.RANKING, Spread.MOMENTUM}
     memory = _memory(recipe, sparse, max(cost.density for cost in costs))
     return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact", merged)
 
@@ -122,8 +123,8 @@ def _pruned_early(
     assert scheduled.returns is not None
     own = set(scheduled.returns.tensors)
     sizes, alive = _groups(sparse, density)
-    edits, counts = prunes_after_fork(scheduled, schedule), sparse.editor.counts
-    pools = [pool for edit in edits if edit.to for pool in counts.pools(edit, alive, is_estimate=True)]
+    edits, editor = prunes_after_fork(scheduled, schedule), sparse.editor
+    pools = [pool for edit in edits if edit.to for pool in editor.pools(edit, alive, is_estimate=True)]
     early = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= own]
     return {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for pool in early for w in pool.weights}
 
@@ -136,14 +137,14 @@ def _groups(sparse: SparseModel, density: Densities) -> tuple[dict[str, int], di
 
 def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) -> Densities:
     """The densities after the edits of a phase. Weights ranked together are assumed to get equal densities."""
-    density, counts = dict(density), sparse.editor.counts
+    density, editor = dict(density), sparse.editor
     for edit in scheduled.phase.edits:
         if edit.to == 0 and edit.within is None:
-            whole = counts.weights_of(edit.part) if edit.action is Action.GROW else ()
+            whole = editor.weights_of(edit.part) if edit.action is Action.GROW else ()
             density |= {w.name: 1.0 for w in whole}
             continue
         sizes, alive = _groups(sparse, density)
-        for pool in counts.pools(edit, alive, is_estimate=True):
+        for pool in editor.pools(edit, alive, is_estimate=True):
             total = sum(alive[w.name] for w in pool.weights)
             if edit.spread is Spread.RANKING:
                 density |= {w.name: density[w.name] * pool.kept / max(1, total) for w in pool.weights}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import math
 import types
@@ -15,8 +14,7 @@ from growprune import methods
 from growprune.engine.recipe import Recipe, own_options
 from growprune.engine.source import is_source, load
 from growprune.errors import MAX_VALUE, GrowpruneError, shorten
-from growprune.masks.partition_kinds import PartitionConfig, parse_parts
-from growprune.plan import Plan
+from growprune.plan import Plan, declaration_of
 
 Changes = dict[str, Any]
 """New values by field; another such dict for a field that is a dataclass."""
@@ -34,7 +32,7 @@ def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
         elif path[0] == "options":
             recipe = _with_options(recipe, _option(recipe, path[1:], text, key))
         elif path == ["parts"]:
-            recipe = replace(recipe, parts=_parts(recipe, text))
+            recipe = replace(recipe, parts=int(text) if text.isdecimal() else text)
         elif key != "method":
             _add(changes, recipe, path, text, key)
     changed: Recipe = _changed(recipe, changes)
@@ -51,13 +49,11 @@ def parse_settings(texts: list[str]) -> dict[str, str]:
 
 def _with_method(recipe: Recipe, name: str) -> Recipe:
     method = find_method(name)
-    taken, options = own_options(method), dict(recipe.options)
-    if "iterations" in taken and "finetune" in options:  # then epochs were those of a step, and not of all
-        options.pop("epochs", None)
-    is_default = recipe.allocation == getattr(recipe.method, "allocation", "uniform")
-    allocation = "" if is_default else recipe.allocation  # the new method's own instead of the old one's
-    options = {name: value for name, value in options.items() if name in taken}
-    return replace(recipe, method=method, options=options, allocation=allocation)
+    options = {name: value for name, value in recipe.options.items() if name in own_options(method)}
+    is_whole = declaration_of(recipe.method).length in ("iterations", "epochs")
+    if declaration_of(method).length == "iterations" and not is_whole:
+        options.pop("epochs", None)  # those of a step, and not of the whole training
+    return replace(recipe, method=method, options=options)
 
 
 def find_method(name: str) -> Callable[..., Plan]:
@@ -65,14 +61,8 @@ def find_method(name: str) -> Callable[..., Plan]:
     if not is_source(name):
         return methods.find_method(name, otherwise=", or give path.py:function")
     found = load(name, "method")
-    if not hasattr(found, "__wrapped__"):
-        raise GrowpruneError(f"{name} is not a method. Decorate it with @growprune.method")
+    declaration_of(found)  # raises if it is no method
     return found
-
-
-def _parts(recipe: Recipe, text: str) -> PartitionConfig:
-    kind = getattr(recipe.method, "partition", "contiguous")
-    return parse_parts(int(text) if text.isdecimal() else text, kind=kind)
 
 
 def _add(changes: Changes, value: Any, path: list[str], text: str, key: str) -> None:
@@ -136,7 +126,7 @@ def _with_options(recipe: Recipe, changed: Mapping[str, Any]) -> Recipe:
 
 def _option(recipe: Recipe, path: list[str], text: str, key: str) -> dict[str, Any]:
     method = recipe.method
-    if len(path) != 1 or path[0] not in [*list(inspect.signature(method).parameters)[1:], *own_options(method)]:
+    if len(path) != 1 or path[0] not in [*declaration_of(method).options, *own_options(method)]:
         known = ", ".join(f"options.{name}" for name in own_options(method))
         raise GrowpruneError(f"--set {key}: unknown option of {method.__name__}. Options are: {known or 'none'}")
     return {path[0]: convert(text, _type_of_option(recipe, path[0]), key)}
@@ -149,7 +139,7 @@ def _type_of_option(recipe: Recipe, name: str) -> Any:
         return hints[name]
     if name == "epochs":  # which stand for iterations
         return hints.get("iterations", int)
-    default = inspect.signature(recipe.method).parameters[name].default
+    default = declaration_of(recipe.method).options[name].default
     known = (default, recipe.options.get(name))
     kinds = [type(value) for value in known if isinstance(value, bool | int | float | str)]
     return kinds[0] if kinds else object

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
@@ -14,17 +13,14 @@ from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig, check_choices, require
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
-from growprune.masks.heads import heads, is_normalized
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
-from growprune.plan import Plan
+from growprune.plan import Plan, declaration_of
 from growprune.plan.settings import check_counts, plain
-from growprune.sparse.learning_rates import auto_exponent, parse_lr_scaling
-from growprune.sparse.model import SparseModel
+from growprune.sparse.learning_rates import auto_exponent
 from growprune.tasks.task import Task
-
-SHARED = ("sparsity", "seed")
-"""Fields of a recipe that are passed to its method, if it accepts them."""
+from growprune.training.first_mask import FirstMask
+from growprune.training.settings import Resolved, Settings
 
 
 @dataclass(frozen=True)
@@ -41,13 +37,12 @@ class Recipe:
     zeros) of the file are kept. Otherwise all weights are alive at first, and a method that starts sparse keeps the
     largest ones (initial_mask="magnitude") unless its options say otherwise."""
     sparsity: float = 0.0
-    parts: PartitionConfig = None  # type: ignore[assignment]  # always set after __post_init__
+    parts: PartitionConfig | int | str | None = None
     """The parts that grow in turn: balanced(4), contiguous(4), per_layer(), named([...]), or their number. Default:
-    four parts of the kind that suits the method."""
+    four parts of the kind that suits the method, or one per layer if there are fewer layers."""
     allocation: str = ""
     """How layers share the sparsity: "uniform", "global" or "erk". Default: the one that suits the method."""
     pattern: str = "unstructured"
-    scope: str = "model"
     keep_dense: tuple[str, ...] | Literal["auto"] = "auto"
     """Names or globs of layers that are never pruned. "auto": output layers."""
     include: tuple[str, ...] = ()
@@ -101,7 +96,6 @@ class Recipe:
         require(is_task, "task", self.task, "a frozen dataclass derived from growprune.tasks.Task")
         check_choices(self)
         check_device(self.device)
-        self._fill()
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
         check_counts(0, replicas=self.replicas)
         require(self.clip is None or self.clip > 0, "clip", self.clip, "> 0, or None for no clipping")
@@ -109,39 +103,53 @@ class Recipe:
         is_stored = self.shard == "none" or self.storage == "compact"
         require(is_stored, "storage", self.storage, "'compact' with shard='fsdp' (masked saves no memory)")
         self._check_options()
-
-    def _fill(self) -> None:
-        """Fill in the defaults of the method, so that results contain them."""
-        meant = getattr(self.method, "allocation", "uniform"), getattr(self.method, "partition", "contiguous")
-        object.__setattr__(self, "lr_scaling", self._resolved_scaling())
-        object.__setattr__(self, "allocation", self.allocation or meant[0])
-        parts: Any = PARTS if self.parts is None else self.parts
-        if isinstance(parts, int | str):
-            parts = parse_parts(parts, kind=meant[1])
-        object.__setattr__(self, "parts", parts)
-
-    def _resolved_scaling(self) -> float:
-        given = parse_lr_scaling(self.lr_scaling)
-        taken, mask = own_options(self.method), self.options.get("initial_mask", "random")
-        is_rising = {"start", "initial_mask"} <= set(taken) and mask == "random" and not self.weights
-        is_on = is_rising and self.optimizer.kind in ("adam", "adamw")
-        return auto_exponent(is_adam_like=is_on) if given == "auto" else given
-
-    def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
-        """Names of the layers of a model that are never pruned."""
-        return heads(model) if self.keep_dense == "auto" else self.keep_dense
+        self.chosen()  # checks the fields that `sparsify` takes too
 
     def _check_options(self) -> None:
-        known = own_options(self.method)
+        known, about = own_options(self.method), declaration_of(self.method)
         for name, value in self.options.items():
-            if name in SHARED:  # the plan would go by the option, and the model by the field
-                raise GrowpruneError(f"{name} is not an option. Set the recipe's own field: {name}={value!r}")
+            if name in ("sparsity", about.seed):  # the plan would go by the option, and the model by the field
+                field = "sparsity" if name == "sparsity" else "seed"
+                raise GrowpruneError(f"{name} is not an option. Set the recipe's own field: {field}={value!r}")
             if name not in known:
                 raise GrowpruneError(
                     f"unknown option {name!r} of {self.method.__name__}. Options are: {', '.join(known)}"
                 )
         if self.counts_iterations and {"epochs", "iterations"} <= self.options.keys():
             raise GrowpruneError(f"options of {self.method.__name__} has both epochs and iterations. Give one of them")
+
+    @property
+    def settings(self) -> Settings:
+        """What the recipe says of sparsity, as `sparsify` takes it."""
+        options, epochs = dict(self.options), None
+        if "epochs" not in declaration_of(self.method).options:
+            epochs = options.pop("epochs", None)
+        names = ("sparsity", "parts", "pattern", "keep_dense", "include", "storage", "lr_scaling", "seed")
+        said = {name: getattr(self, name) for name in names}
+        return Settings(self.method, allocation=self.allocation or None, epochs=epochs, options=options, **said)
+
+    @property
+    def first_mask(self) -> FirstMask:
+        """How the first mask is chosen: trained weights keep their largest, unless the options say otherwise."""
+        about = declaration_of(self.method)
+        usual = "magnitude" if self.weights else "random"
+        return FirstMask(self.options.get(about.first_mask, usual) if about.first_mask else None)
+
+    def resolve(self, model: nn.Module, iterations_per_epoch: int = 0) -> Resolved:
+        """Make every choice that the recipe leaves open, for a model."""
+        return self.settings.resolve(
+            model, first=self.first_mask, iterations_per_epoch=iterations_per_epoch, is_recipe=True
+        )
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the fields that may be left open, with what they mean for this method and optimizer."""
+        parts = PARTS if self.parts is None else self.parts
+        if isinstance(parts, int | str):
+            parts = parse_parts(parts, kind=declaration_of(self.method).partition)
+        scaling: float | str = self.settings.scaling_from(self.first_mask)
+        if scaling == "auto":
+            scaling = auto_exponent(is_adam_like=self.optimizer.kind in ("adam", "adamw"))
+        return {"parts": parts, "allocation": self.settings.resolved_allocation, "lr_scaling": scaling}
 
     def is_recorded(self, device: torch.device) -> bool:
         """True if forward and backward passes become CUDA graphs."""
@@ -150,40 +158,16 @@ class Recipe:
     @property
     def counts_iterations(self) -> bool:
         """True if the method takes iterations. The length of its plan in epochs then depends on the data."""
-        return "iterations" in inspect.signature(self.method).parameters
+        return declaration_of(self.method).length == "iterations"
 
     def plan(self, model: nn.Module, iterations_per_epoch: int = 0) -> Plan:
         """The recipe's plan for a model."""
-        return self.plan_over(self.cut(model), iterations_per_epoch)
-
-    def cut(self, model: nn.Module) -> Partition:
-        """Cut a model into the parts that grow in turn."""
-        return self.parts.cut(model, keep_dense=self.kept_dense(model), include=self.include)
+        return self.resolve(model, iterations_per_epoch).plan
 
     def plan_over(self, partition: Partition, iterations_per_epoch: int = 0) -> Plan:
         """The recipe's plan for any partition."""
-        signature = inspect.signature(self.method)
-        shared = {name: getattr(self, name) for name in SHARED if name in signature.parameters}
-        if "kappa" in signature.parameters and "kappa" not in self.options:
-            shared["kappa"] = min(PARTS, len(partition))
-        is_trained = self.weights and "initial_mask" in signature.parameters
-        options = ({"initial_mask": "magnitude"} if is_trained else {}) | dict(self.options)
-        if self.counts_iterations and "epochs" in options and "epochs" not in signature.parameters:
-            options["iterations"] = options.pop("epochs") * iterations_per_epoch
-        try:
-            signature.bind(partition, **shared, **options)
-        except TypeError as error:
-            instead = ", or epochs instead" if "iterations" in signature.parameters else ""
-            raise GrowpruneError(f"{self.method.__name__}: {error}. Give it in options{instead}") from error
-        return self.method(partition, **shared, **options)
-
-    def sparse_settings(self, model: nn.Module) -> dict[str, Any]:
-        """The arguments of SparseModel, without model and storage."""
-        names = ("allocation", "pattern", "scope", "include", "seed", "lr_scaling")
-        is_pruned = "sparsity" in inspect.signature(self.method).parameters
-        target = {"sparsity": self.sparsity if is_pruned else 0.0, "keep_dense": self.kept_dense(model)}
-        target |= {"rescale": not is_normalized(model)}
-        return target | {name: getattr(self, name) for name in names}
+        how: dict[str, Any] = {"iterations_per_epoch": iterations_per_epoch, "is_recipe": True}
+        return self.settings.plan_over(partition, self.first_mask, **how)[0]
 
     def shapes(self) -> nn.Module:
         """Build the task's model for its names and shapes, on the meta device if possible."""
@@ -197,21 +181,23 @@ class Recipe:
             raise GrowpruneError(f"build_model() of {name} must return a torch.nn.Module, got {kind}")
         return model
 
-    def sparse_model(self, model: nn.Module) -> SparseModel:
-        """Wrap a model in a SparseModel with the settings of the recipe. All weights are still alive."""
-        return SparseModel(model, storage=self.storage, **self.sparse_settings(model))
-
 
 def own_options(method: Callable[..., Plan]) -> list[str]:
     """Options of a method, without the partition and the fields of the recipe. epochs may replace iterations."""
-    names = [name for name in list(inspect.signature(method).parameters)[1:] if name not in SHARED]
-    return [*names, "epochs"] if "iterations" in names and "epochs" not in names else names
+    about = declaration_of(method)
+    names = [name for name in about.options if name not in ("sparsity", about.seed)]
+    return [*names, "epochs"] if about.length == "iterations" and "epochs" not in names else names
 
 
 def describe(value: Any) -> Any:
-    """Convert a recipe, or any value in it, to plain JSON values. Functions become their names."""
+    """Convert a recipe, or any value in it, to plain JSON values. Functions become their names.
+
+    What a recipe leaves open is written as it is chosen, so that results contain it.
+    """
+    if isinstance(value, Recipe):
+        return {f.name: describe(value.chosen().get(f.name, getattr(value, f.name))) for f in fields(value)}
     if is_dataclass(value) and not isinstance(value, type):
-        named = {} if isinstance(value, Recipe | OptimizerConfig | LRSchedule) else {"name": type(value).__name__}
+        named = {} if isinstance(value, OptimizerConfig | LRSchedule) else {"name": type(value).__name__}
         return named | {f.name: describe(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(name): describe(item) for name, item in value.items()}

@@ -91,7 +91,6 @@ class Run:
             self.sparse,
             self.plan,
             iterations_per_epoch=per_epoch,
-            accumulate=self.recipe.accumulate if self.mesh.replicas == 1 or self.is_sharded else None,
             is_begun=is_begun,
             is_local=self.mesh.is_local,
             combine=self._combine,

@@ -43,7 +43,6 @@ SETTINGS: dict[str, type | tuple[type, ...]] = {
     "sparsity": (int, float),
     "allocation": str,
     "pattern": str,
-    "scope": str,
     "keep_dense": list,
     "include": list,
     "seed": int,

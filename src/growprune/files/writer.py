@@ -198,7 +198,6 @@ def _describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
         "sparsity": sparse.target_sparsity,
         "allocation": own.allocation,
         "pattern": own.pattern.name,
-        "scope": own.scope.value,
         "keep_dense": list(own.keep_dense),
         "include": list(own.include),
         "seed": own.seed,

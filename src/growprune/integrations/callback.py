@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from torch import nn
+from torch import distributed, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from growprune.errors import GrowpruneError, warn
@@ -14,13 +14,11 @@ from growprune.integrations.averages import Copies
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.model import SparseModel
+from growprune.sparse.model import SparseModel, is_replicated
 from growprune.sparse.rng import rng_state, set_rng_state
 from growprune.storage.kernels import count_bits
-from growprune.training.arguments import Arguments
-from growprune.training.cutting import PartsLike
 from growprune.training.first_mask import FirstMask
-from growprune.training.processes import num_processes
+from growprune.training.settings import PartsLike, Settings
 
 
 class SparseCallback:
@@ -50,7 +48,7 @@ class SparseCallback:
         log_layers: bool = False,
         **options: Any,
     ) -> None:
-        self.arguments = Arguments.among(locals())
+        self.arguments = Settings.among(locals())
         self._cursor: Cursor | None = None
         self._lengths: tuple[int, int | None] = (0, None)
         """The optimizer steps of the training that the plan was made for, in all and in an epoch."""
@@ -118,13 +116,12 @@ class SparseCallback:
         mask, found = saved["first"]
         self._lengths, self._first = saved["lengths"], FirstMask(mask, found)
 
-    def _make_cursor_of(self, model: nn.Module, **how: Any) -> Cursor:
-        if self._first is None:
-            self._first = self.arguments.first_mask(model)
+    def _make_cursor_of(self, model: nn.Module, *, remedy: Callable[[int], str], **how: Any) -> Cursor:
         iterations, per_epoch = self._lengths
-        return self.arguments.cursor(
-            model, first=self._first, iterations=iterations, iterations_per_epoch=per_epoch, **how
-        )
+        lengths: dict[str, Any] = {"iterations": iterations, "iterations_per_epoch": per_epoch}
+        resolved = self.arguments.resolve(model, first=self._first, remedy=remedy, **lengths)
+        self._first = resolved.first
+        return resolved.cursor(model, **how)
 
     def _warn_if_stopped(self, remedy: str) -> None:
         """Warn if the training ended before the model is at its target sparsity."""
@@ -150,9 +147,9 @@ def looking(by: By) -> Iterator[None]:
     It restores the random numbers, so that the training draws what it would have drawn anyway. GraSP differentiates
     twice, which the fast kernels of attention cannot.
     """
-    if by is By.GRASP and num_processes() > 1:
+    if by is By.GRASP and is_replicated():
         raise GrowpruneError(
-            f"grasp does not work in several processes, got {num_processes()}: use one process, or snip"
+            f"grasp does not work in several processes, got {distributed.get_world_size()}: use one process, or snip"
         )
     before = rng_state()
     with sdpa_kernel(SDPBackend.MATH) if by is By.GRASP else contextlib.nullcontext():

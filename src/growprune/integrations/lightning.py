@@ -213,11 +213,9 @@ class GrowPrune(SparseCallback, Callback):
 
     def _make(self, trainer: Trainer, pl_module: LightningModule) -> Cursor:
         sharded.check_sharded(trainer, pl_module)
-        is_one_backward = (trainer.world_size == 1 or sharded.is_sharding(trainer)) and pl_module.automatic_optimization
         return self._make_cursor_of(
             pl_module,
             remedy=functools.partial(of_trainer.remedy, trainer, self._lengths[1]),
-            accumulate=trainer.accumulate_grad_batches if is_one_backward else None,
             score=functools.partial(self._score, trainer),
         )
 

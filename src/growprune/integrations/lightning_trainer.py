@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError
 from growprune.sparse.model import SparseModel
-from growprune.training.arguments import Arguments
+from growprune.training.settings import Settings
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -38,7 +38,7 @@ def check_trainer(trainer: Trainer) -> None:
         raise GrowpruneError("ModelPruning prunes the same weights as GrowPrune: give the Trainer only one of the two")
 
 
-def lengths_of(trainer: Trainer, max_epochs: int | None, arguments: Arguments) -> tuple[int, int | None]:
+def lengths_of(trainer: Trainer, max_epochs: int | None, arguments: Settings) -> tuple[int, int | None]:
     """How many optimizer steps a trainer makes, in all and in an epoch.
 
     Args:

@@ -176,7 +176,6 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         cursor = self._make_cursor_of(
             model,
             remedy=functools.partial(of_trainer.remedy, trainer.args, self._lengths[1]),
-            accumulate=trainer.args.gradient_accumulation_steps,
             score=functools.partial(of_trainer.score, trainer, loader),
             sparse=None if self._cursor is None else self.sparse,
         )

@@ -8,29 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
 
-
-class Scope(Enum):
-    """What a global ranking covers when one part is pruned."""
-
-    MODEL = "model"
-    """One threshold over the whole model, so that its total sparsity is the target."""
-    PART = "part"
-    """One threshold over the part alone."""
-
-
-def parse_scope(name: str | Scope) -> Scope:
-    known = [scope.value for scope in Scope]
-    if not isinstance(name, Scope) and name not in known:
-        raise GrowpruneError(f"scope must be one of {', '.join(known)}, got {name!r}")
-    return Scope(name)
+FLOOR = Fraction(3, 100)
+"""Under "global", a layer keeps at least this share of the weights that "uniform" gives it. One ranking would empty
+layers with small weights otherwise, such as those with a lower learning rate."""
 
 
 def num_kept(sparsity: float, total: int) -> int:
@@ -47,41 +34,51 @@ class Pool:
     weights: tuple[Weight, ...]
     kept: int
     """The number of live groups among these weights, which are ranked together."""
+    least: tuple[int, ...] = ()
+    """How many groups each weight keeps however it ranks, if it has them before a prune. Empty for no such floor."""
 
 
-Allocation = Callable[[Sequence[Weight], Sequence[Weight], float, Pattern, Scope], list[Pool]]
-"""(all prunable weights, those of the part, sparsity, pattern, scope) -> pools."""
+Allocation = Callable[[Sequence[Weight], Sequence[Weight], float, Pattern], list[Pool]]
+"""(all prunable weights, those of the part, sparsity, pattern) -> pools."""
 
 
-def uniform(
-    model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
-) -> list[Pool]:
+def uniform(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
     """Give every layer the same sparsity."""
-    del model, scope
+    del model
     return [Pool((w,), num_kept(sparsity, pattern.num_groups(w))) for w in part]
 
 
-def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope) -> list[Pool]:
+def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
     """Erdos-Renyi-kernel (Evci et al. 2020): density proportional to (sum of a layer's dimensions) / (their product).
 
     The densities are computed for the whole model, so that parts that are pruned one by one add up to its sparsity.
     """
-    del scope
     sizes, most = [pattern.num_groups(w) for w in model], [pattern.most_alive(w) for w in model]
     counts = erk_counts([w.shape for w in model], sizes, sparsity, most=most)
     by_name = {w.name: count for w, count in zip(model, counts, strict=True)}
     return [Pool((w,), by_name[w.name]) for w in part]
 
 
-def global_(
-    model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
-) -> list[Pool]:
-    """Rank all weights of the model (or of the part) together, so that layers get different sparsities."""
-    weights = tuple(model if scope is Scope.MODEL else part)
-    return [Pool(weights, num_kept(sparsity, sum(pattern.num_groups(w) for w in weights)))]
+def global_(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
+    """Rank all weights of the model together, whatever the part. Each layer keeps `FLOOR` of its uniform share."""
+    least = tuple(int(FLOOR * num_kept(sparsity, pattern.num_groups(w))) for w in model)
+    return [replace(pool, least=least) for pool in global_no_floor(model, part, sparsity, pattern)]
 
 
-ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "erk": erk, "global": global_}
+def global_no_floor(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
+    """Rank all weights of the model together, whatever the part, even if a layer then has no live weights."""
+    del part
+    return [Pool(tuple(model), num_kept(sparsity, sum(map(pattern.num_groups, model))))]
+
+
+RANKINGS = (global_, global_no_floor)
+"""The allocations under which layers have no fixed counts."""
+ALLOCATIONS: dict[str, Allocation] = {
+    "uniform": uniform,
+    "erk": erk,
+    "global": global_,
+    "global_no_floor": global_no_floor,
+}
 
 
 def parse_allocation(name: str) -> Allocation:

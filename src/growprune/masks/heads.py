@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import nn
 
-from growprune.masks.layers import layer_weights, matches
+from growprune.masks.layers import is_norm, layer_weights, matches
 
 
 def heads(model: nn.Module) -> tuple[str, ...]:
@@ -36,14 +35,10 @@ def _inside_adapters(model: nn.Module) -> Any:
     return unwrap() if callable(unwrap) else model
 
 
-NORMALIZATION = re.compile(r"^[^_].*Norm(Act)?(\dd)?$|^Norm$")
-"""Names of layers such as BatchNorm2d, LlamaRMSNorm or GroupNormAct, but not _WeightNorm, which is no layer."""
-
-
 def is_normalized(model: nn.Module) -> bool:
     """True if a model has a layer such as BatchNorm or RMSNorm, which brings activations to one size.
 
     >>> is_normalized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))), is_normalized(nn.Linear(4, 4))
     (True, False)
     """
-    return any(NORMALIZATION.search(type(module).__name__) for module in model.modules())
+    return any(map(is_norm, model.modules()))

@@ -123,6 +123,15 @@ def _is_inputs_first(module: Any, shape: tuple[int, ...]) -> bool:
     return shape[1] == hidden != shape[2]
 
 
+NORM = re.compile(r"[^_].*Norm(alization)?(Act|Gated|Fp\d+|\d+d?)*|Norm")
+"""The class names of normalization layers: LayerNorm, LlamaRMSNorm, GroupNorm1, RMSNormGated, but not _WeightNorm."""
+
+
+def is_norm(module: Any) -> bool:
+    """True for a normalization layer of any library, such as BatchNorm2d or LayerNormFp32. It is known by its name."""
+    return NORM.fullmatch(type(module).__name__) is not None and not own_weights(module)
+
+
 REGISTERED: dict[type, dict[str, str]] = {}
 """Layers registered by users: class -> axes of each of its weights."""
 

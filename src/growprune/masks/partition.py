@@ -123,7 +123,7 @@ class Partition:
             units = list(layers)
         costs = dict.fromkeys(units, 0.0)
         for path in layers:
-            unit = _innermost(path, units)
+            unit = _innermost(path, costs)
             assert unit is not None, f"layer {path} lies in no unit"
             costs[unit] += (weigh or layers).get(path, 0)
         owner = dict(zip(units, _cut(list(costs.values()), kappa), strict=True))
@@ -176,7 +176,7 @@ def blocks_of(model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[s
         >>> blocks_of(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 8), torch.nn.Linear(4, 2)))["1.weight"]
         '1'
     """
-    units = _blocks(model, "", _layers(model, keep_dense, include), is_root=True)
+    units = dict.fromkeys(_blocks(model, "", _layers(model, keep_dense, include), is_root=True))
     weights = prunable_weights(model, keep_dense=keep_dense, include=include)
     return {w.parameter: _innermost(w.parameter, units) or w.parameter for w in weights}
 
@@ -234,8 +234,10 @@ def _below(path: str, ancestor: str) -> bool:
     return path == ancestor or ancestor == "" or path.startswith(ancestor + ".")
 
 
-def _innermost(path: str, units: Iterable[str]) -> str | None:
-    return max((unit for unit in units if _below(path, unit)), key=len, default=None)
+def _innermost(path: str, units: Mapping[str, object]) -> str | None:
+    while path and path not in units:
+        path = path.rpartition(".")[0]
+    return path if path in units else None
 
 
 def _blocks(module: Any, path: str, layers: Mapping[str, int], *, is_root: bool = False) -> list[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
-from growprune.masks.patterns import Pattern, row_chunks
+from growprune.masks.patterns import Pattern, in_one_go, row_chunks
 from growprune.plan import Action, By, Edit
 
 KeyChunks = Callable[[], Iterator[Tensor]]
@@ -185,20 +185,48 @@ def kth_largest(
 
 
 def choose(
-    sources: Sequence[KeyChunks], k: int, *, bits: int = 31, device: torch.device | None = None
+    sources: Sequence[KeyChunks],
+    k: int,
+    *,
+    bits: int = 31,
+    device: torch.device | None = None,
+    least: Sequence[int] = (),
 ) -> Iterator[Iterator[Tensor]]:
     """Yield, for each source, bool chunks that are True at the k largest keys. Consume them in order.
 
     Args:
         bits: the number of bits of a key.
         device: where the keys are; by default the CPU. It affects only the speed.
+        least: how many keys of each source are chosen at least. A source that would get fewer gets its `least`
+            largest, and the others share the rest.
     """
-    if k == 0:
-        yield from ((torch.zeros_like(chunk, dtype=torch.bool) for chunk in source()) for source in sources)
-        return
     # 2^16 counters need the fewest passes; on a GPU, no more than 2^11 fit into the memory that counts fastest
     digit_bits = 11 if device is not None and device.type == "cuda" else 16
-    key, kept, equal = kth_largest(sources, k, bits=bits, digit_bits=digit_bits)
+
+    def threshold(among: Sequence[int], k: int) -> Threshold | None:
+        return kth_largest([sources[i] for i in among], k, bits=bits, digit_bits=digit_bits) if k else None
+
+    together: Sequence[int] = range(len(sources))
+    shared = threshold(together, k)
+    while any(least):
+        walks = _walks([sources[i] for i in together], shared)
+        found = in_one_go([torch.stack([torch.count_nonzero(chunk) for chunk in walk]).sum() for walk in walks])
+        short = {i for i, count in zip(together, found, strict=True) if count < least[i]}
+        if not short:
+            break
+        k, together = k - sum(least[i] for i in short), [i for i in together if i not in short]
+        shared = threshold(together, k)
+    others = _walks([sources[i] for i in together], shared)
+    for i, source in enumerate(sources):
+        yield next(others) if i in together else next(_walks([source], threshold([i], least[i])))
+
+
+def _walks(sources: Sequence[KeyChunks], threshold: Threshold | None) -> Iterator[Iterator[Tensor]]:
+    """Yield, for each source, bool chunks that are True down to the threshold; nowhere if there is none."""
+    if threshold is None:
+        yield from ((torch.zeros_like(chunk, dtype=torch.bool) for chunk in source()) for source in sources)
+        return
+    key, kept, equal = threshold
     ties = Ties(kept)
     for source in sources:
         yield _take(source, (lambda keys: keys >= key) if kept == equal else (lambda keys: ties.take(keys, key)))

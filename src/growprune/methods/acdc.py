@@ -6,7 +6,7 @@ from growprune.plan import Parts, Phase, grow, method, prune
 from growprune.plan.settings import check_share, check_span, step_length
 
 
-@method(allocation="global")
+@method(allocation="global", every="every")
 def acdc(
     S: Parts,
     *,

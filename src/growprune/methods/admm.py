@@ -26,7 +26,7 @@ class Admm(Rule):
             raise GrowpruneError(f"rho must be a finite number > 0, got {self.rho!r}")
 
 
-@method
+@method(every="every")
 def admm(
     S: Parts,
     *,

@@ -7,7 +7,7 @@ from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, pr
 from growprune.plan.settings import check_counts
 
 
-@method
+@method(length="steps * epochs + finetune", first_mask="initial_mask")
 def cyclic_gap(
     S: Parts,
     *,

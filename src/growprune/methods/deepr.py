@@ -34,7 +34,7 @@ class Deepr(Rule):
         return self.temperature * math.pow(COOLING, iteration / max(1, self.iterations))
 
 
-@method(allocation="erk")
+@method(allocation="erk", first_mask="initial_mask")
 def deepr(
     S: Parts,
     *,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from growprune.plan import Parts, Phase, method
 
 
-@method
+@method(length="epochs")
 def dense(S: Parts, *, epochs: int, small: object = None) -> Iterator[Phase]:
     """Train the dense model, without pruning.
 

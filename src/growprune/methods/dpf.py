@@ -32,7 +32,7 @@ class Dpf(Rule):
         return self.to * (1 - left**3)
 
 
-@method(allocation="global")
+@method(allocation="global", every="every")
 def dpf(
     S: Parts,
     *,

@@ -7,7 +7,7 @@ from growprune.plan import InitialMask, Parts, Phase, Spread, first_by, grow, me
 from growprune.plan.settings import check_counts, check_share
 
 
-@method(allocation="global")
+@method(allocation="global", every="every", first_mask="initial_mask")
 def dsr(
     S: Parts,
     *,

@@ -6,7 +6,7 @@ from growprune.plan import By, Parts, Phase, method, prune
 from growprune.plan.settings import check_counts, check_rise, check_span
 
 
-@method(allocation="global")
+@method(allocation="global", every="every")
 def gmp(
     S: Parts,
     *,

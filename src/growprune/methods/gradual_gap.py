@@ -13,7 +13,15 @@ PEAK_DENSITY = 0.6
 """The default for the largest share of the weights that are live at a time."""
 
 
-@method(allocation="global", partition="balanced")
+@method(
+    allocation="global",
+    partition="balanced",
+    every="every",
+    first_mask="initial_mask",
+    rises_from="start",
+    peak="peak_density",
+    control="control",
+)
 def gradual_gap(
     S: Parts,
     *,
@@ -61,7 +69,8 @@ def gradual_gap(
     hold, last = round(begin * iterations), round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for step, t in enumerate(range(0, last, every)):
-        now = sparsity + (first - sparsity) * (1 - max(0, t - hold) / max(1, last - hold)) ** power
+        left = 1 - max(0, t - hold) / max(1, last - hold)
+        now = first if left == 1 else sparsity + (first - sparsity) * left**power  # s + (f - s) may round to below f
         growth = [] if control else [grow(S[step % len(S)], within=within)]
         yield Phase(prune(S.whole, to=now), *growth, iterations=min(every, last - t))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)

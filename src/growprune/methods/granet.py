@@ -8,7 +8,7 @@ from growprune.plan import By, InitialMask, Parts, Phase, Spread, first_by, grow
 from growprune.plan.settings import check_counts, check_rise, check_share, check_span
 
 
-@method(allocation="global")
+@method(allocation="global", every="every", first_mask="initial_mask", rises_from="start")
 def granet(
     S: Parts,
     *,
@@ -54,7 +54,7 @@ def granet(
     yield Phase(begin_with, iterations=min(times[1:2], default=0))
     for t, after in itertools.pairwise([*times[1:], iterations]):
         left = min(1.0, max(0.0, (last - t) / max(1, last - first)))
-        to = sparsity + (start - sparsity) * left**3
+        to = start if left == 1 else sparsity + (start - sparsity) * left**3  # s + (f - s) may round to below f
         drop_some = prune(S.whole, share=falling(drop, t, iterations))
         regrow = grow(S.whole, to=to, by=By.GRADIENT, spread=Spread.LOST)
         yield Phase(prune(S.whole, to=to), drop_some, regrow, iterations=after - t)

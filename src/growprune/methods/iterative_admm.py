@@ -9,7 +9,7 @@ from growprune.plan import Parts, Phase, method, prune
 from growprune.plan.settings import check_counts
 
 
-@method
+@method(every="every")
 def iterative_admm(
     S: Parts,
     *,

@@ -6,7 +6,7 @@ from growprune.plan import Parts, Phase, method, prune
 from growprune.plan.settings import check_counts
 
 
-@method(allocation="global")
+@method(allocation="global", length="epochs + finetune")
 def one_shot(S: Parts, *, sparsity: float, epochs: int, finetune: int, restart: bool = True) -> Iterator[Phase]:
     """Train dense for `epochs`, prune the smallest magnitudes once, then fine-tune for `finetune` epochs.
 

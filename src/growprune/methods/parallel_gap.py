@@ -7,7 +7,7 @@ from growprune.plan import Branch, Fork, InitialMask, Parts, Phase, Stage, first
 from growprune.plan.settings import check_counts
 
 
-@method
+@method(length="steps * epochs + finetune", first_mask="initial_mask")
 def parallel_gap(
     S: Parts,
     *,

@@ -7,7 +7,14 @@ from growprune.plan import Branch, Fork, InitialMask, Parts, Phase, Stage, first
 from growprune.plan.settings import check_counts, check_share, step_length
 
 
-@method(allocation="global", partition="balanced")
+@method(
+    allocation="global",
+    partition="balanced",
+    every="every",
+    first_mask="initial_mask",
+    rises_from="start",
+    peak="peak_density",
+)
 def parallel_gradual_gap(
     S: Parts,
     *,
@@ -47,6 +54,9 @@ def parallel_gradual_gap(
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for t in range(0, last, every):
         length = min(every, last - t)
-        yield Phase(prune(S.whole, to=sparsity + (first - sparsity) * (1 - t / last) ** power))
+        now = (
+            sparsity + (first - sparsity) * (1 - t / last) ** power if t else first
+        )  # s + (f - s) may round to below f
+        yield Phase(prune(S.whole, to=now))
         yield Fork(*(Branch(Phase(grow(P, within=within), iterations=length), returns=P) for P in S))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)

@@ -8,7 +8,9 @@ from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, pr
 from growprune.plan.settings import check_counts
 
 
-@method(partition="per_layer")
+@method(
+    partition="per_layer", length="steps * epochs + finetune", first_mask="initial_mask", parts="kappa", seed="seed"
+)
 def random_gap(
     S: Parts,
     *,

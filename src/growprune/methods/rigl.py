@@ -7,7 +7,7 @@ from growprune.plan import By, Edit, InitialMask, Parts, Phase, first_by, grow, 
 from growprune.plan.settings import check_counts, check_share
 
 
-@method(allocation="erk")
+@method(allocation="erk", every="every", first_mask="initial_mask")
 def rigl(
     S: Parts,
     *,

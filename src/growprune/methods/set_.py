@@ -7,7 +7,7 @@ from growprune.methods.rigl import swapping
 from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
 
 
-@method(allocation="erk")
+@method(allocation="erk", every="every", first_mask="initial_mask")
 def set_(
     S: Parts,
     *,

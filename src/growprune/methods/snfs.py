@@ -6,7 +6,7 @@ from growprune.methods.rigl import swapping
 from growprune.plan import By, InitialMask, Parts, Phase, Spread, first_by, grow, method, prune
 
 
-@method(allocation="global")
+@method(allocation="global", every="every", first_mask="initial_mask")
 def snfs(
     S: Parts,
     *,

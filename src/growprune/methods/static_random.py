@@ -6,7 +6,7 @@ from growprune.plan import InitialMask, Parts, Phase, first_by, method, prune
 from growprune.plan.settings import check_counts
 
 
-@method(allocation="erk")
+@method(allocation="erk", first_mask="initial_mask")
 def static_random(
     S: Parts, *, sparsity: float, iterations: int, initial_mask: InitialMask = "random"
 ) -> Iterator[Phase]:

@@ -6,8 +6,9 @@ import functools
 import hashlib
 import inspect
 import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias, overload
 
@@ -106,10 +107,6 @@ class Fork:
 Stage: TypeAlias = Phase | Fork
 
 
-_SHORTER = {"every": "raise `every`", "steps": "lower `steps`"}
-"""How to shorten a plan, by the option of its method."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """A method with its arguments: an iterable that yields the same stages each time."""
@@ -127,9 +124,9 @@ class Plan:
                 raise GrowpruneError(f"{name} must yield Phase or Fork objects, got {given}")
             count += 1
         if count > MAX_STAGES:
-            known = inspect.signature(self.method).parameters
-            ways = [way for option, way in _SHORTER.items() if option in known] or ["yield fewer"]
-            raise GrowpruneError(f"the plan of {name} has more than {MAX_STAGES:,} phases: {', or '.join(ways)}")
+            raise GrowpruneError(
+                f"the plan of {name} has more than {MAX_STAGES:,} phases: raise `every`, lower `steps`, or yield fewer"
+            )
 
     def __iter__(self) -> Iterator[Stage]:
         stages: object = self.method(self.partition, **self.options)
@@ -160,26 +157,85 @@ Generator: TypeAlias = Callable[Concatenate[Any, Options], Iterator[Stage]]
 Method: TypeAlias = Callable[Concatenate[Parts, Options], Plan]
 
 
+LENGTHS = ("iterations", "epochs", "epochs + finetune", "steps * epochs + finetune")
+"""How parameters of a method may add up to the length of the whole training, as `@method(length=...)` declares it."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a method declares. Of its parameters, only those named here, `sparsity` and `iterations` are filled in."""
+
+    options: Mapping[str, inspect.Parameter]
+    """All parameters of the method but the partition."""
+    allocation: str = "uniform"
+    """How layers share the sparsity by default."""
+    partition: str = "contiguous"
+    """The default kind of partition."""
+    length: str | None = None
+    """One of `LENGTHS`. By default "iterations", if the method takes `iterations`."""
+    every: str | None = None
+    """The parameter with the iterations between two edits. If its default is a number, a short training lowers it."""
+    first_mask: str | None = None
+    """The parameter that takes the first mask: "random", "magnitude" or "as_is"."""
+    rises_from: str | None = None
+    """The parameter with the first sparsity, if the sparsity rises."""
+    peak: str | None = None
+    """The parameter that limits the share of live weights, and so sets the first sparsity instead of `rises_from`."""
+    parts: str | None = None
+    """The parameter with the number of parts, if the method draws its own from a finer partition."""
+    seed: str | None = None
+    """The parameter with the seed of its random choices."""
+    control: str | None = None
+    """The parameter that makes a control of it: the same plan without growth, "start" or "peak"."""
+
+    def __post_init__(self) -> None:
+        if self.length is None and "iterations" in self.options:
+            object.__setattr__(self, "length", "iterations")
+        if self.length is not None and self.length not in LENGTHS:
+            raise GrowpruneError(f"length must be one of {', '.join(map(repr, LENGTHS))}, got {self.length!r}")
+        meant = {name: getattr(self, name) for name in _NAMES} | {f"length={self.length!r}": self.length}
+        for name, text in meant.items():
+            for parameter in re.findall(r"\w+", text or ""):
+                if parameter not in self.options:
+                    raise GrowpruneError(
+                        f"@method declares {name} with {parameter!r}, which is no parameter of the method; it has "
+                        f"{', '.join(self.options) or 'none'}"
+                    )
+
+
+_NAMES = ("every", "first_mask", "rises_from", "peak", "parts", "seed", "control")
+
+
+def declaration_of(method: Any) -> Declaration:
+    """Return what a method declares."""
+    found = getattr(method, "declaration", None)
+    if not isinstance(found, Declaration):
+        name = getattr(method, "__name__", repr(method))
+        raise GrowpruneError(f"{name} is not a method. Decorate it with @growprune.method")
+    return found
+
+
 @overload
 def method(generator: Generator[Options], /) -> Method[Options]: ...
 @overload
-def method(*, allocation: str = ..., partition: str = ...) -> Callable[[Generator[Options]], Method[Options]]: ...
-def method(generator: Any = None, /, *, allocation: str = "uniform", partition: str = "contiguous") -> Any:
+def method(**declared: str) -> Callable[[Generator[Options]], Method[Options]]: ...
+def method(generator: Any = None, /, **declared: str) -> Any:
     """Decorate a generator of stages to make it a method, which returns a `Plan` when called.
 
-    `allocation` and `partition` are the method's defaults in comparisons. The signature of the method is that of the
-    generator, which stays available as `__wrapped__`.
+    A training passes `sparsity` and `iterations` to a method that takes them, and `epochs` if the user gives it. All
+    other parameters keep their defaults or are options of the user, unless the method declares what they are.
+
+    Args:
+        declared: the fields of `Declaration`, such as allocation="global" or rises_from="start".
     """
     if generator is None:
-        return functools.partial(_method, allocation=allocation, partition=partition)
-    return _method(generator, allocation=allocation, partition=partition)
-
-
-def _method(generator: Generator[Options], *, allocation: str, partition: str) -> Method[Options]:
+        return functools.partial(method, **declared)
     generator.__name__ = generator.__name__.removesuffix("_")  # which keeps `set_` apart from Python's own `set`
-    generator.__dict__.update(allocation=allocation, partition=partition)
+    parameters = list(inspect.signature(generator).parameters.values())[1:]
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    generator.declaration = Declaration(named, **declared)
 
-    def plan(S: Parts, /, *args: Options.args, **kwargs: Options.kwargs) -> Plan:
+    def plan(S: Any, /, *args: Any, **kwargs: Any) -> Plan:
         if args:
             raise TypeError(f"{generator.__name__} takes the partition, then keyword arguments only")
         if not hasattr(S, "whole"):
@@ -187,8 +243,7 @@ def _method(generator: Generator[Options], *, allocation: str, partition: str) -
             raise GrowpruneError(f"the first argument of {generator.__name__} must be {what}, got a {type(S).__name__}")
         return Plan(generator, S, {name: plain(value) for name, value in kwargs.items()})
 
-    functools.update_wrapper(plan, generator)  # its attributes too
-    return plan
+    return functools.update_wrapper(plan, generator)  # its declaration too
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ studies all of them train for the budget of the study, and long forms for a mult
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from growprune import methods
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import balanced, contiguous, named, per_layer
-from growprune.plan import Part, Plan, walk
+from growprune.plan import Part, Plan, declaration_of, walk
 
 Parts = tuple[tuple[str, ...], ...]
 
@@ -113,13 +112,15 @@ class Study:
         return self._sparse(baseline.method, sparsity, self._with_every(baseline.method, options), changes)
 
     def _with_every(self, method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        has_every = self.every is not None and "every" in inspect.signature(method).parameters
+        has_every = self.every is not None and declaration_of(method).every is not None
         return {**options, "every": self.every} if has_every else dict(options)
 
     def _sparse(self, method: Any, sparsity: float, options: Mapping[str, Any], changes: Mapping[str, Any]) -> Recipe:
         # a global ranking or ERK decides by itself which layers stay dense
         keep_dense = self.keep_dense if changes.get("allocation", "uniform") == "uniform" else ()
-        settings = {"parts": named(self.parts), "keep_dense": keep_dense, **changes}
+        # the rows that are quoted were measured before "auto" scaled the rates of a rising sparsity
+        scaling = {"lr_scaling": 0.0} if declaration_of(method).rises_from else {}
+        settings = {"parts": named(self.parts), "allocation": "uniform", "keep_dense": keep_dense, **scaling, **changes}
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
 
@@ -188,7 +189,7 @@ def recipes(
 
 def total_epochs(recipe: Recipe) -> int:
     """Epochs of all steps and all machines, as the paper counts them. They do not depend on the model."""
-    parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(recipe.parts.num_parts or 100)))
+    parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(recipe.chosen()["parts"].num_parts or 100)))
     return sum(scheduled.phase.num_iterations(1) for scheduled in walk(recipe.plan_over(parts, 1)))
 
 

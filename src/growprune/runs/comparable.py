@@ -21,7 +21,7 @@ from growprune.errors import GrowpruneError, shorten
 from growprune.runs.record import Json, Record
 
 ROW = {"method", "options", "sparsity", "allocation", "scope", "parts", "seed"}
-"""Fields of a recipe that may differ between rows, or between runs of a row."""
+"""Fields of a recipe that may differ between rows, or between runs of a row. Older runs have a `scope`."""
 SPARSE = {"pattern", "keep_dense", "include", "lr_scaling"}
 """Fields without effect on a dense run."""
 NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {
@@ -216,7 +216,7 @@ def _is_plain(options: Mapping[str, Any]) -> bool:
 
 
 def _cut_apart(runs: Sequence[Record]) -> list[Record]:
-    """Add partition and scope to row names where runs of the same name differ in them."""
+    """Add the partition to row names where runs of the same name differ in it."""
     by_name: dict[str, list[Mapping[str, str]]] = {}
     for run in runs:
         by_name.setdefault(run.row, []).append(_cut(run))
@@ -229,10 +229,10 @@ def _cut_apart(runs: Sequence[Record]) -> list[Record]:
 
 
 def _cut(run: Record) -> dict[str, str]:
-    """The partition and the scope of a sparse run, if its recipe has them."""
+    """The partition of a sparse run, if its recipe has one."""
     if run.trains_dense:
         return {}
-    cut = {"scope": str(run.recipe["scope"])} if "scope" in run.recipe else {}
+    cut = {}
     if parts := run.recipe.get("parts"):
         kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(parts.get("name"))).lower()
         cut["parts"] = f"{kind}({', '.join(str(value) for key, value in parts.items() if key != 'name')})"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growprune.errors import GrowpruneError
-from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, matching
-from growprune.plan import Part, Plan
+from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, is_norm, matching
+from growprune.plan import Part, Plan, declaration_of
 from growprune.plan.settings import as_float, check_state
 from growprune.storage import SparseParameter
 from growprune.storage.compact_modules import layouts_of
@@ -101,7 +101,7 @@ def check_plan(own: SparseModel, plan: Plan) -> None:
         raise GrowpruneError(
             f"{method} has sparsity={target}, but the SparseModel has {own.target_sparsity}: use the same for both"
         )
-    meant = getattr(plan.method, "allocation", own.allocation)
+    meant = declaration_of(plan.method).allocation
     if meant != own.allocation and not own.is_allocation_given:
         raise GrowpruneError(
             f"{method} is designed for allocation={meant!r}, but the SparseModel has the default, {own.allocation!r}: "
@@ -213,7 +213,7 @@ def _meant_to_be_dense(model: Any) -> set[int]:
     """The parameters of embeddings, norms and adapters."""
     dense = adapter_parameters(model)
     for module in model.modules():
-        if hasattr(module, "num_embeddings") or "Norm" in type(module).__name__:
+        if hasattr(module, "num_embeddings") or is_norm(module):
             dense |= {id(parameter) for parameter in module.parameters(recurse=False)}
     return dense
 

@@ -49,8 +49,6 @@ class Cursor:
 
     Args:
         iterations_per_epoch: the optimizer steps of an epoch; needed by `advance` if phases have epochs.
-        accumulate: the backward passes of an iteration, if known. With 1, compact storage keeps only those gradients
-            that an edit may choose from.
         is_begun: True if the edits of the first phase are done already, such as the random prune of `sparse_init`.
         is_local: which branches of a fork are trained in this process; the others are trained elsewhere.
         combine: collects the parts of all branches.
@@ -74,7 +72,6 @@ class Cursor:
         plan: Plan | Sequence[Stage],
         *,
         iterations_per_epoch: int | None = None,
-        accumulate: int | None = None,
         is_begun: bool = False,
         is_local: Callable[[int], bool] = lambda branch: True,
         combine: Combine = lambda returned, parts, like: returned,
@@ -82,15 +79,15 @@ class Cursor:
         on_enter: OnPhase = lambda scheduled: None,
         on_leave: OnPhase = lambda scheduled: None,
     ) -> None:
-        given = {"iterations_per_epoch": iterations_per_epoch, "accumulate": accumulate}
-        check_counts(1, **{name: count for name, count in given.items() if count is not None})
+        if iterations_per_epoch is not None:
+            check_counts(1, iterations_per_epoch=iterations_per_epoch)
         check_sparse_model(sparse, "Cursor")
         self.sparse, self.plan = sparse, plan
         self.schedule = tuple(walk(plan))
         _check(sparse, self.schedule)
         if isinstance(plan, Plan):
             check_plan(sparse, plan)
-        self._per_epoch, self._accumulate = plain(iterations_per_epoch), plain(accumulate)
+        self._per_epoch = plain(iterations_per_epoch)
         self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False  # until `advance` or an optimizer counts iterations
@@ -326,7 +323,7 @@ class Cursor:
         by = {edit.by for edit in edits if edit.by.needs_gradients}
         is_due = bool(by) and (is_last or By.MOMENTUM in by)
         if is_due or self.sparse.gradients.is_watching:
-            self.sparse.watch(edits if is_due else (), is_one_backward=self._accumulate == 1)
+            self.sparse.watch(edits if is_due else ())
 
     # State
 

@@ -1,7 +1,7 @@
-"""Apply an edit to the masks: counts.py says how many groups of each weight are live afterwards, this file which ones.
+"""Apply edits to the masks: how many groups of each weight are live afterwards, and which ones.
 
-The weights of a pool are ranked together, and the best groups are live. If the values are sharded,
-sharding/choosing.py chooses. The dense tensors of at most one parameter are in memory at a time.
+A group is what is live or dead as a whole: a weight, or a block of weights. The weights of a pool are ranked together,
+and the best groups are live. The dense tensors of at most one parameter are in memory at a time.
 """
 
 from __future__ import annotations
@@ -10,91 +10,232 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from fractions import Fraction
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import Pool
+from growprune.masks.allocation import FLOOR, RANKINGS, Pool, erk, parse_allocation, shared_out, uniform
 from growprune.masks.layers import Weight
-from growprune.masks.patterns import count_groups, in_one_go, write_groups
+from growprune.masks.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of, salt_of
 from growprune.masks.zeros import masks_of_zeros
-from growprune.plan import Action, By, Edit
-from growprune.sparse.counts import Counts, total_of, within_one
-from growprune.sparse.gradients import Gradients, Keep
+from growprune.plan import Action, By, Edit, Part, Spread
+from growprune.sparse.gradients import Gradients
 from growprune.storage import SparseParameter
-from growprune.storage.ranking import can_keep_largest, keep_largest
 
-Read = Callable[[Weight], tuple[Tensor, Tensor]]
-"""Returns the values that a weight is ranked by, and its mask."""
-
-SetMask = Callable[[str, Tensor], None]
-"""Takes the name of a parameter, and its new mask."""
-
-Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
-"""For each weight of a pool, in order: which of its groups are live, a few rows at a time."""
+if TYPE_CHECKING:
+    from growprune.sparse.model import SparseModel
 
 
 class Editor:
     """Change masks, and the state of optimizers with them."""
 
-    def __init__(self, counts: Counts, optimizers: Any, *, seed: int, rescale: bool = False) -> None:
-        self.counts, self._optimizers, self._seed = counts, optimizers, seed
-        self._stored, self._gradients, self._pattern = counts.stored, counts.gradients, counts.pattern
-        self.num_edits = 0
-        """The number of edits so far, so that each random edit draws different numbers."""
-        self._warned_of: set[str] = set()
-        """The names of weights without live elements that a warning has named."""
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        stored: Mapping[str, SparseParameter],
+        gradients: Gradients,
+        sparse: SparseModel,
+        *,
+        pattern: Pattern,
+        allocation: str,
+        seed: int,
+        rescale: bool = False,
+    ) -> None:
+        self.weights, self._stored, self._gradients, self._sparse = tuple(weights), stored, gradients, sparse
+        self._pattern, self._allocate, self._seed = pattern, parse_allocation(allocation), seed
         self.rescales = rescale
         """True if a random mask, which only untrained weights get, keeps activations as large as they were."""
-        self.together: Any = None
-        """If the weights are sharded: a sharding.choosing.Choosing, which chooses without gathering."""
+        self.num_edits = 0
+        """The number of edits so far, so that each random edit draws different numbers."""
+        self.lost: dict[str, int] = {}
+        """By weight name: how many groups the previous edit pruned."""
+        self._warned_of: set[str] = set()
+        """The names of weights without live elements that a warning has named."""
 
-    def apply(self, edit: Edit) -> None:
-        if edit.by is By.AS_IS:
-            self._keep_zeros()
-            self._check_as_is(edit)
-        elif edit.to == 0 and edit.within is None:
-            self._grow_all(edit)
-        else:
-            alive = self.counts.num_alive(self.counts.concerned(edit))
-            pools = self.counts.pools(edit, alive)
-            self._grow_all(edit) if edit.to == 0 and self._is_whole(pools) else self.select(pools, edit, alive)
-        self.num_edits += 1
+    # How many groups are live
 
-    def apply_within(self, edit: Edit, names: set[str]) -> None:
-        """Apply an edit to those of its pools that lie within these parameters."""
-        pools = self.counts.pools(edit) if edit.to else []
-        self.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= names], edit)
+    def weights_of(self, part: Part) -> tuple[Weight, ...]:
+        names = set(part.tensors)
+        return tuple(w for w in self.weights if w.parameter in names)
 
-    def _is_whole(self, pools: Sequence[Pool]) -> bool:
-        """True if growth to dense is not limited."""
-        return all(pool.kept == sum(map(self._pattern.num_groups, pool.weights)) for pool in pools)
+    def num_alive(self, weights: Sequence[Weight], *, pattern: Pattern | None = None) -> dict[str, int]:
+        """Return the number of live groups of each weight, by name. Waits for the device once.
 
-    def _grow_all(self, edit: Edit) -> None:
-        self.counts.lost = {}
-        weights = self.counts.weights_of(edit.part) if edit.action is Action.GROW else ()
-        if edit.action is Action.GROW and not weights:
-            what = "all its weights are kept dense; pass the same keep_dense to Partition"
-            warn(f"{edit.part.name} has nothing to grow: {what}")
-        for name in dict.fromkeys([weight.parameter for weight in weights]):
-            stored = self._stored[name]
-            self.set_mask(name, torch.ones(stored.shape, dtype=torch.bool, device=stored.parameter.device))
+        Args:
+            pattern: the pattern of the groups; by default that of the masks.
+        """
+        pattern = self._pattern if pattern is None else pattern
+        alive, counted, name, mask = {}, {}, "", None
+        for weight in weights:
+            stored = self._stored[weight.parameter]
+            alive[weight.name] = pattern.num_groups(weight)
+            if stored.is_known_full:
+                continue
+            if weight.parameter != name:
+                mask = None  # before the next is made
+                name, mask = weight.parameter, stored.mask()
+            counted[weight.name] = count_groups(pattern, weight.of(mask), weight)
+        return alive | dict(zip(counted, in_one_go(list(counted.values())), strict=True))
+
+    def pools(self, edit: Edit, alive: Mapping[str, int] | None = None, *, is_estimate: bool = False) -> list[Pool]:
+        """Return the pools of an edit: weights that are ranked together, and how many groups it leaves live.
+
+        Args:
+            alive: the number of live groups of each weight before the edit, by name; by default counted where needed.
+            is_estimate: treat growth that is spread by momentum, or by what layers lost, as spread by live groups. No
+                gradient is needed then.
+        """
+        part, is_ranked = self.weights_of(edit.part), self._allocate in RANKINGS
+        if not part:
+            return []
+        if alive is None and (edit.within is not None or edit.share is not None or edit.spread is not None):
+            alive = self.num_alive(self.weights if edit.within is not None else part)
+        # under other allocations than a global ranking, layers have fixed counts
+        spread = edit.spread if is_ranked or edit.spread not in (Spread.LOST, Spread.ERK) else None
+        if edit.within is not None:  # all of the part, or as much of it as fits
+            assert alive is not None
+            total = sum(map(self._pattern.num_groups, self.weights))
+            # where each layer rounds for itself, half a group of each may live too much, and the part is still to fit
+            rounded = Fraction(len(self.weights), 2) if self._allocate is uniform else 0
+            room = int(Fraction(str(edit.within)) * total + rounded) - sum(alive[w.name] for w in self.weights)
+            now, most = sum(alive[w.name] for w in part), sum(map(self._pattern.most_alive, part))
+            whole = sum(map(self._pattern.num_groups, part))
+            return [Pool(part, whole if now + room >= whole else max(now, min(now + room, most)))]
+        if spread in (Spread.LIVE, Spread.MOMENTUM, Spread.LOST):  # the total is that of the allocation
+            assert alive is not None
+            total = sum(pool.kept for pool in self.pools(replace(edit, spread=None), alive))
+            counts = [alive[w.name] for w in part]
+            capacity = [self._pattern.most_alive(w) - count for w, count in zip(part, counts, strict=True)]
+            if not sum(counts) <= total <= sum(counts) + sum(capacity):
+                return [Pool(part, total)]  # which cannot be done, and the check of it says so
+            among: Sequence[float] = counts
+            if spread is not Spread.LIVE and not is_estimate:
+                is_lost = spread is Spread.LOST
+                among = [self.lost.get(w.name, 0) for w in part] if is_lost else self._mean_momenta(part)
+            more = shared_out(total - sum(counts), among, capacity)
+            return [Pool((w,), count + some) for w, count, some in zip(part, counts, more, strict=True)]
+        if edit.share is not None:
+            assert alive is not None
+            pools = [Pool(part, 0)] if spread is Spread.RANKING else [Pool((w,), 0) for w in part]
+            sign, share = -1 if edit.action is Action.PRUNE else 1, Fraction(str(edit.share))
+            totals = [total_of(pool, alive) for pool in pools]
+            return [replace(p, kept=total + sign * int(share * total)) for p, total in zip(pools, totals, strict=True)]
+        assert edit.to is not None
+        try:
+            for weight in part:
+                self._pattern.check(weight, edit.to)
+        except GrowpruneError as error:
+            remedy = "If the method's sparsity rises, raise `start` or lower `peak_density`"
+            raise GrowpruneError(f"{error}. {remedy}") from error
+        ranked = part if is_ranked and edit.action is Action.GROW else self.weights  # growth leaves other parts alone
+        return (erk if spread is Spread.ERK else self._allocate)(ranked, part, edit.to, self._pattern)
+
+    def _mean_momenta(self, part: Sequence[Weight]) -> list[float]:
+        """Return the mean |momentum| of each weight's live elements."""
+        means = []
+        for name, weights in groupby(part, key=lambda weight: weight.parameter):
+            momentum, mask = self._gradients.scores(By.MOMENTUM, name), self._stored[name].mask()
+            for weight in weights:
+                own, alive = weight.of(momentum), weight.of(mask)
+                check_finite(own, weight)
+                means.append(own[alive].abs().sum(dtype=torch.float64) / alive.sum().clamp(min=1))
+        return [float(mean) for mean in torch.stack(means).tolist()]
+
+    def changed(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int]) -> list[Pool]:
+        """Return the pools that an edit changes. Raise if the edit is impossible."""
+        pools = within_one(pools, alive, edit.action)
+        if edit.action is Action.PRUNE:  # no layer grows to its floor
+            floors = [[alive[w.name] for w in pool.weights] for pool in pools]
+            pools = [
+                replace(pool, least=tuple(map(min, pool.least, now))) for pool, now in zip(pools, floors, strict=True)
+            ]
+        for pool in pools:
+            now, most = total_of(pool, alive), sum(map(self._pattern.most_alive, pool.weights))
+            if _is_wrong_way(edit, pool, now):
+                raise GrowpruneError(
+                    f"cannot {edit.action.value} {_names(pool.weights)} to sparsity {edit.to}: that needs {pool.kept} "
+                    f"live weights, but {now} are live; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
+                )
+            if pool.kept > most:
+                raise GrowpruneError(
+                    f"cannot {edit}: that needs {pool.kept} live weights in {_names(pool.weights)}, but the pattern "
+                    f"allows at most {most}"
+                )
+        return [pool for pool in pools if pool.kept != total_of(pool, alive)]
 
     def is_possible(self, edit: Edit) -> bool:
         """True if an edit can reach its count."""
-        alive = self.counts.num_alive(self.counts.weights)
-        pools = within_one(self.counts.pools(edit, alive), alive, edit.action)
+        alive = self.num_alive(self.weights)
+        pools = within_one(self.pools(edit, alive), alive, edit.action)
         return not any(_is_wrong_way(edit, pool, total_of(pool, alive)) for pool in pools)
 
     def is_done(self, edit: Edit) -> bool:
         """True if the total of live weights is already what the edit leaves, however layers share it."""
-        alive = self.counts.num_alive(self.counts.weights)
-        pools = self.counts.pools(edit, alive)
+        alive = self.num_alive(self.weights)
+        pools = self.pools(edit, alive)
         return sum(pool.kept for pool in pools) == sum(total_of(pool, alive) for pool in pools)
+
+    # Edits
+
+    def apply(self, edit: Edit) -> None:
+        if edit.by is By.AS_IS:
+            self._apply_as_is(edit)
+        elif edit.to == 0 and edit.within is None:
+            self._grow_all(edit)
+        else:
+            is_of_all = edit.within is not None or (self._allocate in RANKINGS and edit.action is Action.PRUNE)
+            alive = self.num_alive(self.weights if is_of_all else self.weights_of(edit.part))
+            pools = self.pools(edit, alive)
+            is_all = edit.to == 0 and all(p.kept == sum(map(self._pattern.num_groups, p.weights)) for p in pools)
+            self._grow_all(edit) if is_all else self.select(pools, edit, alive)
+        self.num_edits += 1
+
+    def _grow_all(self, edit: Edit) -> None:
+        """Make all weights of a part live. A prune to dense changes nothing."""
+        self.lost = {}
+        weights = self.weights_of(edit.part) if edit.action is Action.GROW else ()
+        if edit.action is Action.GROW and not weights:
+            what = "all its weights are kept dense; pass the same keep_dense to Partition"
+            warn(f"{edit.part.name} has nothing to grow: {what}")
+        for name in dict.fromkeys(weight.parameter for weight in weights):
+            stored = self._stored[name]
+            self.set_mask(name, torch.ones(stored.shape, dtype=torch.bool, device=stored.parameter.device))
+
+    def apply_within(self, edit: Edit, names: set[str]) -> None:
+        """Apply an edit to those of its pools that lie within these parameters."""
+        pools = self.pools(edit) if edit.to else []
+        self.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= names], edit)
+
+    def _apply_as_is(self, edit: Edit) -> None:
+        """Keep the zeros of the model. Raise unless each pool has as many live groups as the edit leaves.
+
+        One group of rounding is allowed. Each pool is checked, not only the total, because later edits need the same of
+        it.
+        """
+        # if all are live, the model was pruned earlier, or by another tool; optimizers are attached by now, and follow
+        if self._gradients.shares is None and all(bool(stored.mask().all()) for stored in self._stored.values()):
+            masks = masks_of_zeros(lambda name: self._stored[name].weight(), self.weights, self._pattern)
+            for name, mask in masks.items():
+                self.set_mask(name, mask)
+        self.lost = {}
+        alive = self.num_alive(self.weights_of(edit.part))
+        pools = self.pools(edit, alive)
+        counts = [total_of(pool, alive) for pool in pools]
+        is_in_all = sum(counts) == sum(pool.kept for pool in pools)
+        for pool, count in zip(pools, counts, strict=True):
+            if abs(pool.kept - count) > (1 if is_in_all else 0):
+                remedy = "use initial_mask='magnitude'" if count > pool.kept else "start the plan at a higher sparsity"
+                remedy = "use allocation='global', which counts all layers together" if is_in_all else remedy
+                raise GrowpruneError(
+                    f"initial_mask='as_is' does not fit: {_names(pool.weights)} has {count} live weights, but the plan "
+                    f"starts with {pool.kept} (sparsity {edit.to:.4g}); {remedy}"
+                )
 
     def select(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int] | None = None) -> None:
         """Apply an edit to some of its pools. If one of them is impossible, nothing changes.
@@ -102,36 +243,37 @@ class Editor:
         Args:
             alive: the number of live groups of each weight, by name; by default counted.
         """
-        alive = self.counts.num_alive([w for pool in pools for w in pool.weights]) if alive is None else alive
+        alive = self.num_alive([w for pool in pools for w in pool.weights]) if alive is None else alive
         pools = self.changed(pools, edit, alive)
         weights = [weight for pool in pools for weight in pool.weights]
         reader = Reader(self._stored, self._gradients, edit)
-        if self.together is not None and self.together.can_choose(weights, edit):
-            together = self.together
-            left = self._choose(pools, lambda pool: together.chosen(pool, edit, reader.mask), reader, self.set_mask)
-        elif self._can_choose_at_once(weights, edit):
-            left = self._choose_at_once(pools)
-        else:
-            for weight in weights if edit.by is not By.RANDOM else ():
-                check_finite(reader.values(weight), weight)
-            left = self._choose(pools, lambda pool: self._chosen(pool, edit, reader.read), reader, self.set_mask)
-        self.counts.lost = {weight.name: alive[weight.name] - left[weight.name] for weight in weights}
+        for weight in weights if edit.by is not By.RANDOM else ():
+            check_finite(reader.values(weight), weight)
+        left = self._choose(pools, edit, reader, self.set_mask)
+        self.lost = {weight.name: alive[weight.name] - left[weight.name] for weight in weights}
         if self.rescales and edit.by is By.RANDOM and edit.action is Action.PRUNE:
-            self._rescale(weights, alive, left)
+            # a unit that sums fewer inputs is to give numbers as large: without normalization, signals would fade from
+            # layer to layer, and training might not begin
+            before, after = Counter[str](), Counter[str]()
+            for weight in weights:
+                before[weight.parameter] += alive[weight.name]
+                after[weight.parameter] += left[weight.name]
+            with torch.no_grad():
+                for name in before:
+                    self._stored[name].parameter.mul_(math.sqrt(before[name] / max(1, after[name])))
+        self._warn_of_floor(pools, left)
         self.warn_of_dead([weight for weight in weights if not left[weight.name]], pools)
 
-    @torch.no_grad()
-    def _rescale(self, weights: Sequence[Weight], alive: Mapping[str, int], left: Mapping[str, int]) -> None:
-        """Multiply what is left, so that a unit that sums fewer inputs gives numbers as large: times 1 / sqrt(density).
-
-        Without it, signals fade from layer to layer in models without normalization, and training may not begin.
-        """
-        before, after = Counter[str](), Counter[str]()
-        for weight in weights:
-            before[weight.parameter] += alive[weight.name]
-            after[weight.parameter] += left[weight.name]
-        for name in before:
-            self._stored[name].parameter.mul_(math.sqrt(before[name] / max(1, after[name])))
+    def _warn_of_floor(self, pools: Sequence[Pool], left: Mapping[str, int]) -> None:
+        """Warn once about each layer that a ranking would prune below its floor."""
+        floors = [(w, least) for pool in pools for w, least in zip(pool.weights, pool.least, strict=False)]
+        if new := [w for w, least in floors if 0 < left[w.name] == least and w.name not in self._warned_of]:
+            self._warned_of |= {weight.name for weight in new}
+            warn(
+                f"allocation='global' prunes {_names(new)} to its floor, {float(FLOOR):.0%} of the weights that "
+                f"'uniform' leaves there, because other layers have larger weights (as with higher learning rates): "
+                f"use allocation='erk' or 'uniform', or the same learning rate for all layers"
+            )
 
     def warn_of_dead(self, dead: Sequence[Weight], pools: Sequence[Pool]) -> None:
         """Warn once about each layer that has no live weight left."""
@@ -143,20 +285,17 @@ class Editor:
         small = "" if is_ranking else f", too small for this sparsity; add {it} to keep_dense"
         warn(f"{layers} pruned to zero weights" + (small or f"; add {it} to keep_dense or use allocation='uniform'"))
 
-    def changed(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int]) -> list[Pool]:
-        """Return the pools that an edit changes. Raise if the edit is impossible."""
-        totals = [(pool, total_of(pool, alive)) for pool in within_one(pools, alive, edit.action)]
-        for pool, total in totals:
-            self._check(pool, edit, total)
-        return [pool for pool, total in totals if pool.kept != total]
-
     def _choose(
-        self, pools: Sequence[Pool], chosen_of: Callable[[Pool], Chosen], reader: Reader, set_mask: SetMask
+        self, pools: Sequence[Pool], edit: Edit, reader: Reader, set_mask: Callable[[str, Tensor], None]
     ) -> dict[str, int]:
-        """Set the masks so that the best groups of each pool are live. Return the live groups by weight."""
+        """Set the masks so that the best groups of each pool are live. Return the live groups by weight.
+
+        Args:
+            set_mask: takes the name of a parameter, and its new mask.
+        """
         name, mask, left, counted = "", None, {}, {}
         for pool in pools:
-            for weight, chosen in chosen_of(pool):
+            for weight, chosen in self._chosen(pool, edit, reader.read):
                 if mask is None or weight.parameter != name:
                     if mask is not None:
                         set_mask(name, mask)
@@ -170,8 +309,14 @@ class Editor:
             set_mask(name, mask)
         return left | dict(zip(counted, in_one_go(list(counted.values())), strict=True))
 
-    def _chosen(self, pool: Pool, edit: Edit, read: Read) -> Chosen:
-        """Yield, for each weight in order, which groups are among the best `pool.kept` of the pool."""
+    def _chosen(
+        self, pool: Pool, edit: Edit, read: Callable[[Weight], tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[Weight, Iterator[Tensor]]]:
+        """Yield each weight with which of its groups are among the best `pool.kept` of the pool, a few rows at a time.
+
+        Args:
+            read: returns the values that a weight is ranked by, and its mask.
+        """
         parameters = [self._stored[weight.parameter].parameter for weight in pool.weights]
         is_wide = torch.float64 in [parameter.dtype for parameter in parameters]
         dtype = torch.float64 if is_wide else torch.float32
@@ -180,56 +325,32 @@ class Editor:
             edit_keys(edit, weight, self._pattern, read=read, salt=salt, dtype=dtype)
             for weight, salt in zip(pool.weights, salts, strict=True)
         ]
-        walks = choose(sources, pool.kept, bits=key_bits_of(edit, dtype), device=parameters[0].device)
+        least = pool.least if edit.action is Action.PRUNE else ()
+        walks = choose(sources, pool.kept, bits=key_bits_of(edit, dtype), device=parameters[0].device, least=least)
         return zip(pool.weights, walks, strict=True)
 
-    def _can_choose_at_once(self, weights: Sequence[Weight], edit: Edit) -> bool:
-        """True if all can be ranked at once: magnitudes of single weights, stored dense on a GPU."""
-        if edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE or not self._pattern.is_single:
-            return False
-        stored = [self._stored[weight.parameter] for weight in weights]
-        parameters = [some.parameter for some in stored]
-        if not parameters or not parameters[0].is_cuda:
-            return False
-        is_dense = all(parameter.shape == some.shape for parameter, some in zip(parameters, stored, strict=True))
-        return is_dense and can_keep_largest(parameters)
+    def set_mask(self, name: str, mask: Tensor) -> None:
+        """Set the mask of a parameter. New live weights start at zero, and so does their optimizer state."""
+        with self._sparse.following(name) as stored:
+            stored.set_mask(mask)
 
-    def _choose_at_once(self, pools: Sequence[Pool]) -> dict[str, int]:
-        """Set the masks. Return the live weights of each."""
-        weights = [(weight, number) for number, pool in enumerate(pools) for weight in pool.weights]
-        masks = {weight.parameter: self._stored[weight.parameter].mask() for weight, _ in weights}
-        values = [weight.of(self._stored[weight.parameter].weight()) for weight, _ in weights]
-        own = [weight.of(masks[weight.parameter]) for weight, _ in weights]
-        chosen = keep_largest(values, own, [number for _, number in weights], [pool.kept for pool in pools])
-        for (weight, _), value in zip(weights, values, strict=True) if chosen is None else ():
-            check_finite(value, weight)
-        for mask, new in zip(own, chosen or (), strict=True):
-            mask.copy_(new)
-        for name, mask in masks.items():
-            self.set_mask(name, mask)
-        counts = in_one_go([torch.count_nonzero(mask) for mask in own])
-        return dict(zip((weight.name for weight, _ in weights), counts, strict=True))
+    # What an edit would do
 
     def preview(self, edit: Edit) -> Callable[[], None]:
         """Prune without touching optimizers, and return a function that undoes it. On failure, nothing changes."""
-        alive, reader = self.counts.num_alive(self.counts.weights), Reader(self._stored, self._gradients, edit)
-        pools = self.changed(self.counts.pools(edit, alive), edit, alive)
+        alive = self.num_alive(self.weights)
+        pools = self.changed(self.pools(edit, alive), edit, alive)
         with ExitStack() as undo:
 
             def set_mask(name: str, mask: Tensor) -> None:
                 undo.callback(self._stored[name].preview(mask))
 
-            self._choose(pools, lambda pool: self._chosen(pool, edit, reader.read), reader, set_mask)
+            self._choose(pools, edit, Reader(self._stored, self._gradients, edit), set_mask)
             return undo.pop_all().close
-
-    def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return these values by parameter, with zeros where the edit would prune them. No mask changes."""
-        masks = self.kept(edit, values)
-        return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
 
     def kept(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return which of these values an edit would keep if all were live now, by parameter. No mask changes."""
-        pools = self.counts.pools(edit)
+        pools = self.pools(edit)
         ranked = {w.parameter: self._stored[w.parameter].weight() for pool in pools for w in pool.weights}
         ranked |= values  # a ranking of the whole model has other weights too
         masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in ranked.items()}
@@ -243,77 +364,6 @@ class Editor:
                 write_groups(self._pattern, weight.of(masks[weight.parameter]), weight, chosen)
         return {name: masks[name] for name in values}
 
-    def candidates(self, edits: Sequence[Edit]) -> Keep | None:
-        """Return the gradients that edits may choose from: the best and those of live weights. None for all."""
-        by_gradient = [edit for edit in edits if edit.by.needs_gradients]
-        if any(edit.action is Action.PRUNE or edit.by is not By.GRADIENT for edit in by_gradient):
-            return None
-        if any(self._pattern.most_alive(w) < self._pattern.num_groups(w) for w in self.counts.weights):
-            return None  # a prune that comes first changes which neighbors may grow, and is not known yet
-        if not self.counts.can_be_bounded(edits):
-            return None
-        grown = self.counts.num_grown(edits)
-
-        def useful(name: str, gradient: Tensor) -> Tensor:
-            own = [weight for weight in self.counts.weights if weight.parameter == name]
-            before = self._stored[name].mask()
-            mask = before.clone()
-            for weight, alive in zip(own, self.counts.num_alive(own).values(), strict=True):
-                pool = Pool((weight,), min(self._pattern.most_alive(weight), alive + grown[weight.name]))
-                for _, chosen in self._chosen(pool, by_gradient[0], lambda w: (w.of(gradient), w.of(before))):
-                    write_groups(self._pattern, weight.of(mask), weight, chosen)
-            return mask
-
-        return useful
-
-    def _check(self, pool: Pool, edit: Edit, alive: int) -> None:
-        """Raise if an edit cannot reach its count."""
-        if _is_wrong_way(edit, pool, alive):
-            raise GrowpruneError(
-                f"cannot {edit.action.value} {_names(pool.weights)} to sparsity {edit.to}: that needs {pool.kept} live "
-                f"weights, but {alive} are live; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
-            )
-        most = sum(self._pattern.most_alive(weight) for weight in pool.weights)
-        if pool.kept > most:
-            raise GrowpruneError(
-                f"cannot {edit}: that needs {pool.kept} live weights in {_names(pool.weights)}, but the pattern allows "
-                f"at most {most}"
-            )
-
-    def _keep_zeros(self) -> None:
-        """Prune the zeros of a model whose weights are all live, if it was pruned earlier or by another tool.
-
-        Optimizers are attached by now, and follow if the storage replaces parameters.
-        """
-        if self.together is None and all(bool(stored.mask().all()) for stored in self._stored.values()):
-            masks = masks_of_zeros(lambda name: self._stored[name].weight(), self.counts.weights, self._pattern)
-            for name, mask in masks.items():
-                self.set_mask(name, mask)
-
-    def _check_as_is(self, edit: Edit) -> None:
-        """Raise unless each pool already has as many live groups as the edit leaves, up to one group of rounding.
-
-        Each pool is checked, not only the total, because later edits need the same of it.
-        """
-        self.counts.lost = {}
-        alive = self.counts.num_alive(self.counts.weights_of(edit.part))
-        pools = self.counts.pools(edit, alive)
-        counts = [total_of(pool, alive) for pool in pools]
-        is_in_all = sum(counts) == sum(pool.kept for pool in pools)
-        for pool, count in zip(pools, counts, strict=True):
-            if abs(pool.kept - count) > (1 if is_in_all else 0):
-                remedy = "use initial_mask='magnitude'" if count > pool.kept else "start the plan at a higher sparsity"
-                remedy = "use allocation='global', which counts all layers together" if is_in_all else remedy
-                raise GrowpruneError(
-                    f"initial_mask='as_is' does not fit: {_names(pool.weights)} has {count} live weights, but the plan "
-                    f"starts with {pool.kept} (sparsity {edit.to:.4g}); {remedy}"
-                )
-
-    def set_mask(self, name: str, mask: Tensor) -> None:
-        """Set the mask of a parameter. New live weights start at zero, and so does their optimizer state."""
-        with self._optimizers.following(name) as stored:
-            stored.set_mask(mask)
-
 
 class Reader:
     """Read dense masks and the values that an edit ranks by, one parameter at a time."""
@@ -321,31 +371,51 @@ class Reader:
     def __init__(self, stored: Mapping[str, SparseParameter], gradients: Gradients, edit: Edit) -> None:
         self._stored, self._gradients, self._by = stored, gradients, edit.by
         self._name = ""
-        self._seen: dict[str, Tensor] = {}
+        self._mask: Tensor | None = None
+        self._values: Tensor | None = None
 
-    def _of(self, weight: Weight, what: str, make: Callable[[], Tensor]) -> Tensor:
-        if weight.parameter != self._name:
-            self._name, self._seen = weight.parameter, {}  # before the next are made
-        if what not in self._seen:
-            self._seen[what] = make()
-        return self._seen[what]
+    def _turn_to(self, name: str) -> None:
+        if name != self._name:
+            self._name, self._mask, self._values = name, None, None  # before the next are made
 
     def whole_mask(self, weight: Weight) -> Tensor:
         """Return the mask of the parameter that a weight belongs to."""
-        return self._of(weight, "mask", self._stored[weight.parameter].mask)
-
-    def mask(self, weight: Weight) -> Tensor:
-        return weight.of(self.whole_mask(weight))  # type: ignore[no-any-return]
+        self._turn_to(weight.parameter)
+        if self._mask is None:
+            self._mask = self._stored[weight.parameter].mask()
+        return self._mask
 
     def values(self, weight: Weight) -> Tensor:
-        scores = partial(self._gradients.scores, self._by, weight.parameter)
-        make = self._stored[weight.parameter].weight if self._by is By.MAGNITUDE else scores
-        return weight.of(self._of(weight, "values", make))  # type: ignore[no-any-return]
+        self._turn_to(name := weight.parameter)
+        if self._values is None:
+            is_size = self._by is By.MAGNITUDE
+            self._values = self._stored[name].weight() if is_size else self._gradients.scores(self._by, name)
+        return weight.of(self._values)  # type: ignore[no-any-return]
 
     def read(self, weight: Weight) -> tuple[Tensor, Tensor]:
         """Return the values and the mask of a weight. A random edit needs no values."""
-        mask = self.mask(weight)
+        mask = weight.of(self.whole_mask(weight))
         return (mask if self._by is By.RANDOM else self.values(weight)), mask
+
+
+def total_of(pool: Pool, alive: Mapping[str, int]) -> int:
+    return sum(alive[weight.name] for weight in pool.weights)
+
+
+def within_one(pools: Sequence[Pool], alive: Mapping[str, int], action: Action) -> list[Pool]:
+    """Adjust pools by one group where rounding would reverse the direction of an edit, and keep the total.
+
+    ERK's counts add up to an exact total, so with a rising sparsity the rounded count of a layer may rise by one.
+    Another layer then gives up one group instead. The same applies in reverse when layers grow.
+    """
+    sign = 1 if action is Action.PRUNE else -1
+    counts = [total_of(pool, alive) for pool in pools]
+    kept = [pool.kept - sign * (pool.kept == count + sign) for pool, count in zip(pools, counts, strict=True)]
+    lacking = sign * (sum(pool.kept for pool in pools) - sum(kept))
+    for i, count in enumerate(counts):
+        more = min(lacking, max(0, sign * (count - kept[i])))
+        kept[i], lacking = kept[i] + sign * more, lacking - more
+    return [replace(pool, kept=k) for pool, k in zip(pools, kept, strict=True)] if not lacking else list(pools)
 
 
 def _is_wrong_way(edit: Edit, pool: Pool, alive: int) -> bool:

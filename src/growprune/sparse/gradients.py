@@ -2,8 +2,7 @@
 
 They exist for a moment in each backward pass, and are masked as they accumulate. If an edit needs them, they are
 *watched* in the iteration before it: `Gradients` receives each dense gradient before it is masked, sums those of the
-iteration, and keeps the sum until the edit. Compact storage has the dense gradient of one layer at a time. If an
-iteration has a single backward pass, it keeps only the best candidates for growth.
+iteration, and keeps the sum until the edit.
 """
 
 from __future__ import annotations
@@ -27,17 +26,13 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the current backward pass."""
 
 
-Keep = Callable[[str, Tensor], Tensor]
-"""(parameter name, dense gradient) -> a bool tensor of the weights whose gradients an edit may use."""
-
-
 class Gradients:
     """Collect the gradients of sparse parameters for edits."""
 
     def __init__(self, parameters: Mapping[str, SparseParameter]) -> None:
         self._parameters = parameters
         self._sums: dict[str, Tensor] = {}
-        """The sums of the current iteration, by parameter; flat and sparse if only some are kept."""
+        """The sums of the current iteration, by parameter."""
         self._ended: dict[str, Tensor] = {}
         """The same of the last complete iteration that was watched: what edits use."""
         self._averages: dict[str, Tensor] = {}
@@ -47,22 +42,16 @@ class Gradients:
         """True if edits use the Hessian times the gradient."""
         self._watched: By | None = None
         self.is_watching = False
-        self._keep: Keep | None = None
         self.add_up: Callable[[Tensor], Tensor] | None = None
         """Adds up a tensor over the replicas of the model, if there are several."""
         self.shares: Any = None
         """If the model is sharded: its sharding.ranks.Ranks. Each keeps its part of the gradients, flat."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watched": None, "is_watching": False, "_keep": None}  # a copy watches nothing
+        return {**self.__dict__, "_watched": None, "is_watching": False}  # a copy watches nothing
 
-    def watch(self, by: By | None, *, keep: Keep | None = None) -> None:
-        """Watch the next iterations for an edit that needs gradients; with None, stop watching.
-
-        Args:
-            keep: selects what to keep of each gradient at once; for iterations of one backward pass.
-        """
-        self._keep = keep
+    def watch(self, by: By | None) -> None:
+        """Watch the next iterations for an edit that needs gradients; with None, stop watching."""
         if by is not self._watched:
             self._watched, self.is_watching = by, by is not None
             for name, parameter in self._parameters.items():
@@ -73,23 +62,18 @@ class Gradients:
         if self._is_hessian:
             self._ended, self._is_hessian = {}, False
         parameter, before, now = self._parameters[name], self._sums.get(name), current_backward()
-        if self._passes.get(name) != now and parameter.is_first_gradient:
-            before = None  # gradients were emptied without a step, as after one that a GradScaler has skipped
+        if before is not None and self._passes.get(name) != now:
+            # gradients were emptied without a step, as after one that a GradScaler has skipped; with set_to_none=False
+            # this shows only where they were not finite
+            before = None if parameter.is_first_gradient or not bool(before.isfinite().all()) else before
         self._passes[name] = now
         gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
-        which = self._keep(name, gradient) if self._keep is not None and before is None else None
         if self.shares is not None:
             gradient = self.shares.local_shard(gradient.reshape(-1))
-            which = None if which is None else self.shares.local_shard(which.reshape(-1))
         if self._watched is By.MOMENTUM:  # for many iterations: free what is over
             self._ended.pop(name, None)
         if before is None:
-            self._sums[name] = gradient.clone() if which is None else _only(which, gradient)
-        elif self._keep is not None:
-            raise GrowpruneError(
-                f"{name} got a second gradient in one iteration, but accumulate=1 allows one backward pass, and one "
-                f"call of each layer: pass accumulate=2 or more to Cursor, or use storage='masked'"
-            )
+            self._sums[name] = gradient.clone()
         elif parameter.adds_up_gradients:  # that of live weights is a sum already
             self._sums[name] = torch.where(parameter.mask(), gradient, before + gradient)
         else:  # not in place: a state that was taken does not change
@@ -147,7 +131,6 @@ class Gradients:
             )
 
     def _whole(self, name: str, total: Tensor) -> Tensor:
-        total = total.to_dense() if total.is_sparse else total
         if self.shares is None:
             return total
         whole: Tensor = self.shares.all_gather(total, self._parameters[name].shape.numel())
@@ -168,8 +151,7 @@ class Gradients:
 
     def all_shares(self) -> dict[str, Tensor]:
         """Return this process's flat shares of all gradients, by parameter."""
-        sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._ended.items()}
-        return {name: total.reshape(-1) for name, total in sums.items()}
+        return {name: total.reshape(-1) for name, total in self._ended.items()}
 
     def take_shares(self, parts: Mapping[str, Tensor]) -> None:
         """Load what `all_shares` returned, for the present number of processes."""
@@ -218,11 +200,6 @@ class Gradients:
             product = torch.stack([(g * o).sum() for g, o in zip(total, own, strict=True)]).sum()
             products.append(torch.autograd.grad(product, tensors, materialize_grads=True))
         return dict(zip(names, _sum(products), strict=True))
-
-
-def _only(which: Tensor, gradient: Tensor) -> Tensor:
-    """Some elements of a gradient, flat and sparse. Zeros are left out, and read as zeros all the same."""
-    return torch.where(which, gradient, 0).flatten().to_sparse()
 
 
 def _sum(many: Iterable[Sequence[Tensor]]) -> list[Tensor]:

@@ -74,7 +74,7 @@ def sparse_init(
     device = torch.device(device) if shards is None else shards.device
     edit = prune(own.whole, to=own.target_sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
-    for shared in own.editor.counts.pools(edit) if own.target_sparsity > 0 else ():
+    for shared in own.editor.pools(edit) if own.target_sparsity > 0 else ():
         for pool in _one_each(shared, own, edit, device):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     for path, module in _fill(model, device, initialise):
@@ -183,7 +183,8 @@ def _one_each(pool: Pool, own: SparseModel, edit: Edit, device: torch.device) ->
     """
     if len(pool.weights) == 1:
         return [pool]
-    walks = choose([_random_keys(weight, own, edit, device) for weight in pool.weights], pool.kept, device=device)
+    sources = [_random_keys(weight, own, edit, device) for weight in pool.weights]
+    walks = choose(sources, pool.kept, device=device, least=pool.least)
     counts = [sum(int(torch.count_nonzero(chosen)) for chosen in walk) for walk in walks]
     return [Pool((weight,), count) for weight, count in zip(pool.weights, counts, strict=True)]
 

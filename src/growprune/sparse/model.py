@@ -19,7 +19,6 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import Scope, parse_scope
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
@@ -38,7 +37,6 @@ from growprune.sparse.checks import (
     unpruned,
 )
 from growprune.sparse.copies import mask_copy
-from growprune.sparse.counts import Counts
 from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.learning_rates import Exponent, check_rates, parse_lr_scaling
@@ -84,7 +82,6 @@ class SparseModel:
         allocation: how sparsity is divided among layers: "uniform" (the default), "global" or "erk". A `Cursor` refuses
             a plan whose method is designed for another allocation, unless you set it here.
         pattern: which positions may be live: "unstructured", a block such as "1x8", or N:M such as "2:4".
-        scope: what a global ranking covers when one part is pruned: the whole "model", or the "part".
         keep_dense: names or globs of modules or parameters that are never pruned.
         include: names or globs of further parameters to prune, which belong to no known kind of layer. They are read as
             (out, in, ...).
@@ -113,7 +110,6 @@ class SparseModel:
         *,
         allocation: str | None = None,
         pattern: str | Pattern = "unstructured",
-        scope: str | Scope = Scope.MODEL,
         keep_dense: Iterable[str] = (),
         include: Iterable[str] = (),
         seed: int = 0,
@@ -128,8 +124,8 @@ class SparseModel:
         self.target_sparsity = as_float(sparsity)
         """The fraction of zeros to reach."""
         self.allocation, self.is_allocation_given = allocation or "uniform", allocation is not None
-        self.pattern, self.scope = parse_pattern(pattern), parse_scope(scope)
         self.keep_dense, self.include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+        self.pattern = parse_pattern(pattern)
         self.seed, self.storage, self.lr_scaling = as_seed(seed), storage, parse_lr_scaling(lr_scaling)
         self.weights: tuple[Weight, ...] = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
         """The weights that may be pruned."""
@@ -145,15 +141,16 @@ class SparseModel:
             other._let_go("another SparseModel was created from the same weights: use that one")
         self.whole = Part("all", tuple(self.stored))
         self.gradients = Gradients(self.stored)
-        counts = Counts(
+        self.editor = Editor(
             self.weights,
             self.stored,
             self.gradients,
+            self,
             pattern=self.pattern,
             allocation=self.allocation,
-            scope=self.scope,
+            seed=self.seed,
+            rescale=rescale,
         )
-        self.editor = Editor(counts, self, seed=self.seed, rescale=rescale)
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
         """Those of the optimizers that train the model."""
         self.cursor: Cursor | None = None
@@ -665,11 +662,11 @@ class SparseModel:
             self._densities = {name: s.num_alive() / s.shape.numel() for name, s in self.stored.items()}
         return self._densities
 
-    def scale_rates(self, exponent: Exponent) -> None:
-        """Scale learning rates with another exponent from now on."""
+    def aim(self, sparsity: float, lr_scaling: Exponent) -> None:
+        """Train to another sparsity from now on, and scale learning rates with another exponent."""
         for optimizer in self.optimizers():
-            check_rates(exponent, optimizer)
-        self.lr_scaling = exponent
+            check_rates(lr_scaling, optimizer)
+        self.target_sparsity, self.lr_scaling = sparsity, lr_scaling
 
     # Plans
 
@@ -719,18 +716,13 @@ class SparseModel:
     def _to_target(self) -> Edit:
         return prune(self.whole, to=self.target_sparsity)
 
-    def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
-        """Watch the gradients of the next iterations for edits that need them; without edits, stop watching.
-
-        Args:
-            is_one_backward: True if an iteration has a single backward pass.
-        """
+    def watch(self, edits: Sequence[Edit]) -> None:
+        """Watch the gradients of the next iterations for edits that need them; without edits, stop watching."""
         looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
         by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
         if by is not None:
             self.check_by(by)
-        keep = self.editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
-        self.gradients.watch(by, keep=keep)
+        self.gradients.watch(by)
 
     def begin_anew(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Undo all training since a snapshot that was taken before the first edit."""
@@ -844,7 +836,7 @@ class SparseModel:
 
     def alive_by_weight(self) -> dict[str, int]:
         """Return the number of live elements of each weight. Waits for the device once."""
-        return self.editor.counts.num_alive(self.weights, pattern=Unstructured())
+        return self.editor.num_alive(self.weights, pattern=Unstructured())
 
     # Ownership
 

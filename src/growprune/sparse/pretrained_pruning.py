@@ -131,8 +131,8 @@ def _counts(own: SparseModel, to: float) -> dict[str, int]:
     own.enforce()
     for weight in own.weights:
         check_finite(weight.of(own.stored[weight.parameter].weight()), weight)
-    alive = own.editor.counts.num_alive(own.weights)
-    pools = own.editor.changed(own.editor.counts.pools(edit, alive), edit, alive) if to else []
+    alive = own.editor.num_alive(own.weights)
+    pools = own.editor.changed(own.editor.pools(edit, alive), edit, alive) if to else []
     own.editor.warn_of_dead([pool.weights[0] for pool in pools if not pool.kept], pools)
     return {pool.weights[0].name: pool.kept for pool in pools}
 
@@ -177,7 +177,7 @@ class _BlockByBlock:
             for block in dict.fromkeys(b for b in self._block_of.values() if b not in order):
                 self._prune(block, {})
             own.editor.num_edits += 1
-            own.editor.counts.lost = {}
+            own.editor.lost = {}
         self._warn({weight.name for weight in never})
 
     def _prune(self, block: str, inputs: dict[str, Inputs]) -> None:
@@ -281,9 +281,9 @@ def _check_choices(**given: tuple[str, Sequence[str]]) -> None:
 
 
 def _check_allocation(by: str, allocation: str) -> None:
-    if allocation == "global" and by != "magnitude":
+    if allocation in ("global", "global_no_floor") and by != "magnitude":
         raise GrowpruneError(
-            f"allocation='global' ranks all layers together, but by={by!r} prunes them one at a time: use "
+            f"allocation={allocation!r} ranks all layers together, but by={by!r} prunes them one at a time: use "
             f"allocation='uniform' or 'erk', or by='magnitude'"
         )
 

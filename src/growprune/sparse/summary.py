@@ -148,7 +148,7 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
 def targets(sparse: SparseModel) -> dict[str, float | None]:
     """Return the target sparsity of each weight; None if weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
-    for pool in sparse.editor.counts.pools(prune(sparse.whole, to=sparse.target_sparsity)):
+    for pool in sparse.editor.pools(prune(sparse.whole, to=sparse.target_sparsity)):
         if len(pool.weights) == 1:
             groups = sparse.pattern.num_groups(pool.weights[0])
             is_as_asked = pool.kept == num_kept(sparse.target_sparsity, groups)

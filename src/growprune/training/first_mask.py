@@ -5,16 +5,14 @@ A new model gets a random mask. A trained model keeps its largest weights. A spa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from growprune.errors import warn
-from growprune.masks.layers import Weight
-from growprune.masks.zeros import already_sparse
+from growprune.masks.layers import Weight, is_norm
 from growprune.plan import InitialMask
 from growprune.sparse.stepper import unwrapped
 
@@ -32,49 +30,6 @@ class FirstMask:
     found: float | None = None
     """The sparsity of a model that is already sparse."""
 
-    def options(self, taken: Sequence[str], given: Mapping[str, Any], sparsity: float) -> dict[str, Any]:
-        """Return the method's options: a rising sparsity starts at that of the model."""
-        if self.initial_mask is None:
-            return {}
-        rises = self.found is not None and is_rising(taken, given)
-        return {"initial_mask": self.initial_mask} | ({"start": min(self.found or 0.0, sparsity)} if rises else {})
-
-
-def is_rising(taken: Sequence[str], given: Mapping[str, Any]) -> bool:
-    """True if a method has a rising sparsity whose start the user did not set."""
-    return "start" in taken and not {"start", "peak_density"} & given.keys()
-
-
-def choose_mask(
-    model: nn.Module,
-    weights: Sequence[Weight],
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    asked: str,
-    can_begin_at: Callable[[float], bool],
-) -> FirstMask:
-    """Choose the first mask. With "auto", warn about the choice if it is not a random mask.
-
-    Args:
-        weights: the prunable weights.
-        can_begin_at: returns whether the plan can start at this sparsity of the model.
-    """
-    zeros = None if asked == "random" else already_sparse(model, weights)
-    if asked != "auto":
-        return FirstMask(asked, zeros)
-    if zeros is not None:
-        mask, fate = ("as_is", " and stay pruned") if can_begin_at(zeros) else ("magnitude", "; the largest are kept")
-        warn(f"{zeros:.4g} of the model's weights are already zero{fate}. {_silence(mask)}")
-        return FirstMask(mask, zeros)
-    if (why := signs_of_training(model, weights, optimizers)) is not None:
-        warn(f"the model is already trained ({why}), so its largest weights are kept. {_silence('magnitude')}")
-        return FirstMask("magnitude")
-    return FirstMask("random")
-
-
-def _silence(mask: str) -> str:
-    return f"Pass initial_mask={mask!r} to silence this warning, or initial_mask='random' to start with a random mask"
-
 
 def signs_of_training(
     model: nn.Module, weights: Sequence[Weight], optimizers: Sequence[torch.optim.Optimizer]
@@ -89,23 +44,42 @@ def signs_of_training(
     for module in model.modules():
         if getattr(getattr(module, "config", None), "_name_or_path", None):
             return "loaded by from_pretrained"
-        if "Norm" in type(module).__name__ and any(map(_has_moved, module.parameters(recurse=False))):
+        if is_norm(module) and any(map(_has_moved, module.parameters(recurse=False))):
             return "its norms differ from their initial values"
         if _has_moved(getattr(module, "running_mean", None)):
             return "its BatchNorm statistics have changed"
-    has_norms = any("Norm" in type(module).__name__ for module in model.modules())
+    if any(map(is_norm, model.modules())):
+        return None
     modules = [model.get_submodule(weight.parameter.rpartition(".")[0]) for weight in weights]
-    is_larger = not has_norms and any(map(_exceeds_initialisation, modules))
-    return "its weights are larger than torch initialises them" if is_larger else None
+    return "its weights do not look like initial weights" if any(map(_is_moved_layer, modules)) else None
 
 
-def _exceeds_initialisation(module: nn.Module) -> bool:
-    """True if a layer has a weight above the bound of torch's own initialisation, 1 / sqrt(fan_in)."""
+def _is_moved_layer(module: nn.Module) -> bool:
+    """True if a layer's weights are neither torch's initial ones nor independent uniform or normal numbers.
+
+    Training changes the shape of the distribution, and adds directions that stand out: a random matrix has a spectral
+    norm of at most about std * (sqrt(rows) + sqrt(columns)), and hardly ever std * 2 more.
+    """
     weight = module.weight if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) else None
-    if weight is None or weight.is_meta or not weight.numel() or hasattr(weight, "device_mesh"):
+    if weight is None or weight.is_meta or weight.numel() < 2 or hasattr(weight, "device_mesh"):
         return False
-    bound = (weight.numel() / weight.shape[0]) ** -0.5
-    return bool(weight.detach().abs().max() > 1.001 * bound)
+    matrix = weight.detach().flatten(1).float()
+    largest, size = float(matrix.abs().max()), matrix.numel()
+    bound = 1.001 * matrix.shape[1] ** -0.5  # torch's own: uniform within 1 / sqrt(fan_in)
+    if largest <= bound:
+        return False
+    bias: Any = module.bias
+    if _has_moved(bias) and bool(bias.detach().abs().max() > bound):
+        return True
+    std = float(matrix.square().mean().sqrt())
+    kurtosis = float((matrix / std).pow(4).mean())  # 1.8 if uniform, 3 if normal
+    is_uniform = largest <= std * 3**0.5 * (1 + 1.5 * size**-0.5)
+    is_normal = kurtosis >= min(2.3, 3 - 3 * (24 / size) ** 0.5)
+    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix.device)
+    for _ in range(10):
+        vector = nn.functional.normalize(matrix.T @ (matrix @ vector), dim=0)
+    spectral = float((matrix @ vector).norm())
+    return not (is_uniform or is_normal) or spectral > std * (sum(n**0.5 for n in matrix.shape) + 2)
 
 
 def _has_moved(tensor: Tensor | None) -> bool:

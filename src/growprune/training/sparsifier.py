@@ -13,17 +13,16 @@ from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.sparse_file import write_file
-from growprune.plan import By, Plan
+from growprune.plan import By, Plan, walk
 from growprune.plan.settings import check_state
 from growprune.sparse.checks import check_model, check_optimizer
 from growprune.sparse.cursor import Cursor, cursor_of
 from growprune.sparse.model import SparseModel
 from growprune.sparse.stepper import unwrapped
 from growprune.sparse.summary import Summary
-from growprune.training.arguments import Arguments, given_back
-from growprune.training.cutting import PartsLike
 from growprune.training.first_mask import BY_DATA, FirstMask
 from growprune.training.saved_state import check_arguments, check_contents, check_masks, check_optimizers, check_weights
+from growprune.training.settings import PartsLike, Resolved, Settings
 
 
 def sparsify(
@@ -74,7 +73,7 @@ def sparsify(
         losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
         options: the method's own options, such as `peak_density=0.5`.
     """
-    return Sparsifier(model, optimizer, Arguments.among(locals()), losses)
+    return Sparsifier(model, optimizer, Settings.among(locals()), losses)
 
 
 class Sparsifier:
@@ -97,7 +96,7 @@ class Sparsifier:
         self,
         model: nn.Module | SparseModel,
         optimizer: Optimizer | Sequence[Optimizer],
-        arguments: Arguments,
+        settings: Settings,
         losses: Sequence[Callable[[], Tensor]] | None = None,
     ) -> None:
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -105,39 +104,32 @@ class Sparsifier:
             check_optimizer(unwrapped(one))
         if not isinstance(model, nn.Module | SparseModel):
             raise GrowpruneError(f"sparsify needs a torch module, then its optimizer, got a {type(model).__name__}")
-        self.model = model.model if isinstance(model, SparseModel) else _inner(model, arguments.storage)
+        self.model = model.model if isinstance(model, SparseModel) else _inner(model, settings.storage)
         """The module that becomes sparse."""
         _check_new(self.model)
         given = model if isinstance(model, SparseModel) else None
         if given is None:
-            check_model(self.model, storage=arguments.storage)
-        else:
-            arguments = arguments.begun_from(given)
-        self._arguments, self._losses = arguments, losses
-        _check_trained(self.model, arguments, self._optimizers)
-        if given is None:
-            self._first = arguments.first_mask(self.model, self._optimizers)
-        else:
-            self._first = FirstMask("as_is", given.sparsity)
-        self.cursor = self._begin(self._first, given)
+            check_model(self.model, storage=settings.storage)
+        resolved = settings.resolve(self.model, self._optimizers, sparse=given)
+        self._arguments, self._first, self._losses = resolved.settings, resolved.first, losses
+        if losses is None and next(walk(resolved.plan)).phase.needs_gradients:
+            raise GrowpruneError(
+                f"{settings.name} chooses its first mask by gradients: pass losses, a list of functions that each "
+                f"compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
+            )
+        self.cursor = self._make_cursor(resolved, given)
         """The place in the plan."""
+        try:
+            for one in self._optimizers:
+                self.sparse.attach(one)  # all, before an edit gives the model other parameters
+            self.cursor.attach(self._optimizers[-1])
+        except GrowpruneError:
+            if given is None and self.sparse.ranks is None:
+                self.sparse.to_dense_()
+            raise
 
-    def _begin(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
-        cursor = self._make_cursor(first, sparse)
-        with given_back(cursor.sparse if sparse is None else None):
-            if self._losses is None and cursor.schedule[0].phase.needs_gradients:
-                raise GrowpruneError(
-                    f"{self._arguments.name} chooses its first mask by gradients: pass losses, a list of functions "
-                    f"that each compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
-                )
-            for optimizer in self._optimizers:
-                cursor.sparse.attach(optimizer)  # all, before an edit gives the model other parameters
-            cursor.attach(self._optimizers[-1])
-        return cursor
-
-    def _make_cursor(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
-        score = None if self._losses is None else self._score
-        return self._arguments.cursor(self.model, first=first, score=score, sparse=sparse)
+    def _make_cursor(self, resolved: Resolved, sparse: SparseModel | None) -> Cursor:
+        return resolved.cursor(self.model, sparse=sparse, score=None if self._losses is None else self._score)
 
     def _score(self, sparse: SparseModel, by: By) -> None:
         assert self._losses is not None
@@ -267,7 +259,7 @@ class Sparsifier:
         """Return the cursor, or one with another first mask, because the model may look different by now."""
         if first == self._first or self._arguments.initial_mask not in ("auto", *BY_DATA):
             return self.cursor
-        return self._make_cursor(first, self.sparse)
+        return self._make_cursor(self._arguments.resolve(self.model, first=first), self.sparse)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise, before anything is changed, unless a state belongs to the same model, method and optimizers."""
@@ -291,26 +283,6 @@ def _inner(model: nn.Module, storage: str) -> nn.Module:
         )
     inner: Any = getattr(model, "_orig_mod", model.module if is_replicated else model)
     return model if inner is model else _inner(inner, storage)
-
-
-def _check_trained(model: nn.Module, arguments: Arguments, optimizers: Sequence[Any]) -> None:
-    """Raise if the optimizers train none of the parameters that are pruned. Warn if they train only some."""
-    trained = {
-        id(p) for optimizer in optimizers for group in unwrapped(optimizer).param_groups for p in group["params"]
-    }
-    parameters = dict(model.named_parameters())
-    names = [weight.parameter for weight in arguments.prunable(model)]
-    wanted = [name for name in names if parameters[name].requires_grad]  # not those below adapters
-    left_out = [name for name in wanted if id(parameters[name]) not in trained]
-    if wanted and left_out == wanted:
-        raise GrowpruneError(
-            f"the optimizer trains none of the weights to prune ({wanted[0]}, ...): create it with model.parameters()"
-        )
-    if left_out:
-        warn(
-            f"the optimizer does not train {left_out[0]} ({len(left_out)} of {len(wanted)} weights to prune): pass all "
-            f"optimizers as a list, or freeze such weights with requires_grad_(False)"
-        )
 
 
 def _check_new(model: nn.Module) -> None:

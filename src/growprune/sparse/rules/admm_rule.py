@@ -47,7 +47,8 @@ class AdmmRule(RunningRule):
             self.U = {name: self.U[name] + w - self.Z[name] for name, w in W.items()}
 
     def _project(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._own.editor.projected(prune(self.rule.part, to=self.rule.to), values)
+        masks = self._own.editor.kept(prune(self.rule.part, to=self.rule.to), values)
+        return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"iteration": self._iterations.begun, "Z": dict(self.Z), "U": dict(self.U)}

@@ -24,7 +24,7 @@ class RunningRule:
         if own.storage != "masked":
             raise GrowpruneError(f"{why}: use storage='masked', not {own.storage!r}")
         self._own = own
-        self.weights = own.editor.counts.weights_of(part)
+        self.weights = own.editor.weights_of(part)
         self.names = tuple(dict.fromkeys(weight.parameter for weight in self.weights))
 
     def parameter(self, name: str) -> nn.Parameter:

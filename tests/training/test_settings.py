@@ -14,10 +14,12 @@ from growprune import Cursor, GrowpruneError, Partition, contiguous
 from growprune.compare.budget import spend
 from growprune.masks.heads import heads
 from growprune.methods import METHODS
-from growprune.training.arguments import Arguments
+from growprune.plan import declaration_of
 from growprune.training.first_mask import FirstMask
+from growprune.training.settings import Settings
 
 RANDOM = FirstMask("random")
+FOUR = Partition.contiguous(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), 4)
 BY_ONE_TRAINER = sorted(METHODS.keys() - {"parallel_gap", "parallel_gradual_gap", "snip", "grasp"})
 
 
@@ -26,16 +28,15 @@ def make_model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
 
 
-def asked(method: str, **given: Any) -> Arguments:
-    """Arguments of a training to 0.75, some of them options of the method."""
-    own = {name: value for name, value in given.items() if name in Arguments.__dataclass_fields__}
-    return Arguments(method, 0.75, **own, options={name: given[name] for name in given if name not in own})
+def asked(method: str, **given: Any) -> Settings:
+    """Settings of a training to 0.75, some of them options of the method."""
+    own = {name: value for name, value in given.items() if name in Settings.__dataclass_fields__}
+    return Settings(method, 0.75, **own, options={name: given[name] for name in given if name not in own})
 
 
-def cursor_of(arguments: Arguments, iterations: int) -> Cursor:
+def cursor_of(settings: Settings, iterations: int) -> Cursor:
     model = make_model()
-    first = arguments.first_mask(model)
-    return arguments.cursor(model, first=first, iterations=iterations, iterations_per_epoch=7, remedy=str)
+    return settings.resolve(model, iterations=iterations, iterations_per_epoch=7).cursor(model)
 
 
 @pytest.mark.parametrize("iterations", [12, 101])
@@ -43,7 +44,7 @@ def cursor_of(arguments: Arguments, iterations: int) -> Cursor:
 def test_every_method_takes_the_whole_training_if_not_told_otherwise(name: str, iterations: int) -> None:
     cursor = cursor_of(asked(name), iterations)
     assert cursor.num_iterations == iterations
-    assert cursor.sparse.allocation == METHODS[name].allocation  # type: ignore[attr-defined]
+    assert cursor.sparse.allocation == declaration_of(METHODS[name]).allocation
 
 
 @pytest.mark.parametrize(
@@ -56,14 +57,14 @@ def test_every_method_takes_the_whole_training_if_not_told_otherwise(name: str, 
     ],
 )
 def test_lengths_that_are_not_given_are_filled_in(options: dict[str, int], expected: dict[str, int]) -> None:
-    filled, per_epoch = asked("cyclic_gap", **options).resolved(4, 120, 12, RANDOM)
-    assert filled == {"sparsity": 0.75, "initial_mask": "random", **expected}
+    plan, per_epoch = asked("cyclic_gap", **options).plan_over(FOUR, RANDOM, iterations=120, iterations_per_epoch=12)
+    assert plan.options == {"sparsity": 0.75, "initial_mask": "random", **expected}
     assert per_epoch == (12 if "epochs" in options or "finetune" in options else 1)
 
 
 @pytest.mark.parametrize(("total", "lengths"), [(60, (8, 3, 36)), (20, (8, 1, 12)), (19, (4, 2, 11)), (8, (4, 1, 4))])
 def test_lengths_are_those_of_a_comparison_of_as_many_epochs(total: int, lengths: tuple[int, ...]) -> None:
-    filled, _ = asked("cyclic_gap").resolved(4, total, None, RANDOM)
+    filled = asked("cyclic_gap").plan_over(FOUR, RANDOM, iterations=total)[0].options
     recipe = replace(cyclic(), method=METHODS["cyclic_gap"], options={}, parts=contiguous(4), task=Toy(depth=5))
     assert tuple(filled[name] for name in ("steps", "epochs", "finetune")) == lengths
     assert tuple(spend(recipe, total, 4).options.values()) == lengths
@@ -84,7 +85,7 @@ def test_lengths_are_those_of_a_comparison_of_as_many_epochs(total: int, lengths
     ],
 )
 def test_parts_are_those_of_the_method_or_those_that_are_asked_for(parts: Any, sizes: tuple[int, ...]) -> None:
-    assert asked("cyclic_gap", parts=parts).cut(make_model()).sizes == sizes
+    assert asked("cyclic_gap", parts=parts).cut(make_model(), ("7",)).sizes == sizes
 
 
 def test_the_last_layer_of_a_model_stays_dense() -> None:
@@ -95,7 +96,7 @@ def test_the_last_layer_of_a_model_stays_dense() -> None:
 @pytest.mark.parametrize(("name", "least"), [("steps", 0), ("epochs", 1), ("finetune", 0)])
 def test_a_length_that_is_no_number_is_named(name: str, least: int) -> None:
     with pytest.raises(GrowpruneError, match=f"^{name} must be an integer >= {least}, got '2'$"):
-        asked("cyclic_gap", **{name: "2"}).resolved(4, 120, 12, RANDOM)
+        asked("cyclic_gap", **{name: "2"}).plan_over(FOUR, RANDOM, iterations=120, iterations_per_epoch=12)
 
 
 def test_stairs_that_are_one_number_are_named() -> None:
@@ -106,5 +107,5 @@ def test_stairs_that_are_one_number_are_named() -> None:
 
 
 def test_a_method_that_draws_has_the_seed_of_the_training() -> None:
-    plans = [asked("random_gap", seed=seed).resolved(4, 120, 12, RANDOM)[0]["seed"] for seed in (0, 3)]
-    assert plans == [0, 3]
+    plans = [asked("random_gap", seed=seed).plan_over(FOUR, RANDOM, iterations=120)[0] for seed in (0, 3)]
+    assert [plan.options["seed"] for plan in plans] == [0, 3]
