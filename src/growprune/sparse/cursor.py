@@ -355,6 +355,13 @@ class Cursor:
             self.rule.load_state_dict(state["rule"])
         self._watch()
 
+    def check_rule(self, state: Mapping[str, Any]) -> None:
+        """Raise unless the rule's part of a state, which `is_place`, is as the rule needs it."""
+        phase = None if state["is_over"] or state["position"] < 0 else self.schedule[state["position"]].phase
+        rule = None if phase is None else running(phase.rule, self.sparse)
+        if rule is not None:
+            rule.check_state(state["rule"])
+
     def is_place(self, state: Mapping[str, Any]) -> bool:
         """True if a state belongs to this plan, up to its place."""
         position, is_end = state["position"], state["position"] == len(self.schedule) - 1

@@ -246,7 +246,7 @@ class SparseModel:
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; the state of optimizers follows."""
-        self._restore_groups()
+        self.restore_groups()
         self.notice_shards()
         self.check(*[edit.part for edit in edits])
         self.enforce()  # someone may have written to dead weights, and what grows must start from zero
@@ -361,9 +361,7 @@ class SparseModel:
     def __repr__(self) -> str:
         density = f"sparsity {self.sparsity:.4g} of target {self.target_sparsity:.4g}"
         what = f"{self.num_prunable:,} prunable weights, storage={self.storage!r}"
-        wrong = sum(self.revived().values())
-        warning = f", {wrong:,} PRUNED WEIGHTS ARE NOT ZERO" if wrong else ""
-        return f"SparseModel({type(self.model).__name__}, {density}, {what}{warning})"
+        return f"SparseModel({type(self.model).__name__}, {density}, {what}{self.wrong_weights()})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         """Return an independent copy of the model and its masks, with no optimizer, plan, rule or replicas."""
@@ -405,7 +403,7 @@ class SparseModel:
         A state with another seed, allocation or pattern is an error.
         """
         self.check_not_released()
-        self._restore_groups()
+        self.restore_groups()
         self.notice_shards()
         check_state(state, "masks", "num_edits", "gradients", "settings")
         check_settings(state["settings"], self.decisive)
@@ -426,7 +424,7 @@ class SparseModel:
             raise GrowpruneError("adopt_zeros does not work with a sharded model: call it before sparse.shard")
         if missing := [] if state is None else [name for name in self.stored if name not in state]:
             raise GrowpruneError(f"the state dict has no {missing[0]}: pass one of the same model")
-        self._restore_groups()
+        self.restore_groups()
 
         def values(name: str) -> Tensor:
             return self.stored[name].weight() if state is None else state[name]
@@ -508,6 +506,11 @@ class SparseModel:
         found = [(name, stored) for name, stored in self.stored.items() if not stored.is_known_full]
         counts = [torch.count_nonzero(s.parameter.detach().masked_fill(s.mask(), 0)) for _, s in found]
         return {name: count for (name, _), count in zip(found, in_one_go(counts), strict=True) if count}
+
+    def wrong_weights(self) -> str:
+        """Say in a few words if pruned weights are not zero, for a repr."""
+        wrong = sum(self.revived().values())
+        return f", but {wrong:,} pruned weights are not zero" if wrong else ""
 
     def check_zeros(self) -> None:
         """Raise if pruned weights are not zero: the weights then belong to other masks."""
@@ -786,7 +789,7 @@ class SparseModel:
             keep: let compact storage keep the given tensors of sparse weights instead of copying them.
         """
         self.check_not_released()
-        self._restore_groups()
+        self.restore_groups()
         self.notice_shards()
         self.restore_some(snapshot, keep=keep)
         if self.steppers or self.stored.keys() - snapshot.keys():
@@ -880,7 +883,7 @@ class SparseModel:
         if sparse_model_of(self.model) is self:
             del vars(self.model)[OWNED]
 
-    def _restore_groups(self) -> None:
+    def restore_groups(self) -> None:
         """Give optimizers whose last step raised the user's param groups again."""
         for stepper in self.steppers:
             stepper.restore_groups()

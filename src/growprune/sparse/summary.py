@@ -63,6 +63,8 @@ class Summary:
     """Their bytes in a sparse file (see docs/file-format.md), without its header."""
     flops_dense: int | None
     flops_sparse: int | None
+    about: str = ""
+    """What is pruned, what stays dense and why, and how long; of the summary of a Sparsifier."""
 
     @property
     def prunable(self) -> int:
@@ -95,7 +97,8 @@ class Summary:
             lines.append(cells + [_count(flops) for flops in (row.flops_dense, row.flops_sparse)] * with_flops)
         total = ["prunable", "", *_numbers(self.prunable, self.target, self.alive, self.sparsity)]
         flops = [_count(sum(getattr(row, key) or 0 for row in self.rows)) for key in ("flops_dense", "flops_sparse")]
-        return "\n".join([*_aligned([*lines, total + flops * with_flops]), *self._footer()])
+        about = self.about.split(" || ") if self.about else []
+        return "\n".join([*about, *_aligned([*lines, total + flops * with_flops]), *self._footer()])
 
     def _footer(self) -> list[str]:
         kept = self.parameters - self.prunable

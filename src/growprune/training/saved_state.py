@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -12,17 +13,28 @@ from growprune.errors import GrowpruneError
 from growprune.files.json_file import NUMBER, Names, fault
 from growprune.masks.bits import Snapshot, check_packed, unpack
 from growprune.plan.settings import check_state
-from growprune.sparse.checks import check_settings, named_tensors
+from growprune.sparse.checks import check_settings as check_decisive
+from growprune.sparse.checks import named_tensors
 from growprune.sparse.model import SparseModel
+from growprune.sparse.stepper import KEEPS_ZEROS
+from growprune.storage.wrapped import is_wrapped
+
+VERSION = 1
+"""Of the format of a state."""
 
 _PLACE: Names = {
-    "arguments": dict,
-    "first": list,
+    "version": int,
+    "settings": dict,
+    "num_iterations": int,
+    "lengths": (list, tuple),
+    "lengths.*": (int, type(None)),
+    "first": (list, tuple),
     "first.*": (str, *NUMBER, type(None)),
     "sparse.masks": dict,
     "sparse.masks.*": Tensor,
     "sparse.num_edits": int,
     "sparse.settings": dict,
+    "sparse.settings.*": (int, str),
     "sparse.gradients.sums": dict,
     "sparse.gradients.sums.*": Tensor,
     "sparse.gradients.averages": dict,
@@ -57,11 +69,16 @@ _MORE: Names = {
 
 def check_contents(state: Mapping[str, Any]) -> None:
     """Raise unless a state has all that the state of a Sparsifier has."""
-    check_state(state, "arguments", "first", "sparse", "cursor")
+    check_state(state, "version", "settings", "first", "lengths", "sparse", "cursor")
+    if state["version"] != VERSION:
+        raise GrowpruneError(
+            f"the state has version {state['version']!r}, but this growprune reads version {VERSION}: load it with the "
+            f"growprune that wrote it"
+        )
     is_whole = not state.keys().isdisjoint(name.partition(".")[0] for name in _MORE)
     wrong = fault(dict(state), {**_PLACE, **(_MORE if is_whole else {})})
-    if not wrong and len(state["first"]) != 2:
-        wrong = f"its first is {state['first']!r}"
+    for name in ("first", "lengths") if not wrong else ():
+        wrong = wrong or ("" if len(state[name]) == 2 else f"its {name} is {state[name]!r}")
     if wrong:
         raise GrowpruneError(
             f"the state is damaged, or not that of a Sparsifier ({wrong}): pass one that state_dict() of this version "
@@ -69,8 +86,8 @@ def check_contents(state: Mapping[str, Any]) -> None:
         )
 
 
-def check_arguments(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Raise unless a state was saved with the arguments of this Sparsifier; another storage is allowed."""
+def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Raise unless a state was saved with the settings of this Sparsifier; another storage is allowed."""
     check_state(saved, *mine)
     for name in mine:
         if saved[name] != mine[name] and name != "storage":
@@ -82,7 +99,7 @@ def check_arguments(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
 
 def check_masks(saved: Mapping[str, Any], own: SparseModel) -> None:
     """Raise unless masks and gradients have the names and sizes of the model's prunable weights."""
-    check_settings(saved["settings"], own.decisive)
+    check_decisive(saved["settings"], own.decisive)
     own.check_packed_masks(saved["masks"])
     for sums in (saved["gradients"]["sums"], saved["gradients"]["averages"]):
         for name, total in sums.items():
@@ -110,8 +127,8 @@ def check_weights(saved: Snapshot, own: SparseModel) -> None:
         raise GrowpruneError(f"the state belongs to another model: {found[0]}. Build the model that was saved")
 
 
-def check_optimizers(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-    """Raise unless the saved optimizers are of the same classes, with the same groups of parameters."""
+def check_optimizers(state: Mapping[str, Any], optimizers: Sequence[Optimizer], own: SparseModel) -> None:
+    """Raise unless the saved optimizers are of the same classes, with the same groups, and entries that fit."""
     saved, classes, mine = state["optimizers"], state["optimizer_classes"], [type(o).__name__ for o in optimizers]
     if len(saved) != len(mine):
         raise GrowpruneError(
@@ -130,3 +147,32 @@ def check_optimizers(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) 
                 f"the state has {type(optimizer).__name__} groups of {sizes} parameters, but the optimizer has {here}: "
                 f"create it as when the state was saved"
             )
+        if type(optimizer) not in KEEPS_ZEROS:
+            continue  # its state may have any form
+        alive = {
+            id(stored.parameter): int(unpack(state["sparse"]["masks"][name], stored.shape).sum())
+            for name, stored in own.stored.items()
+        }
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, entries in one["state"].items():
+            parameter = parameters[index]
+            fitting = (parameter.shape, torch.Size([alive.get(id(parameter), parameter.numel())]), torch.Size())
+            for name in _entries_of(optimizer):
+                entry = entries.get(name, "missing")
+                if not (entry is None or (isinstance(entry, Tensor) and (entry.shape in fitting or is_wrapped(entry)))):
+                    raise GrowpruneError(
+                        f"the state is damaged: {name} of parameter {index} in {type(optimizer).__name__} is "
+                        f"{tuple(entry.shape) if isinstance(entry, Tensor) else entry!r}, for a parameter of shape "
+                        f"{tuple(parameter.shape)}"
+                    )
+
+
+def _entries_of(optimizer: Optimizer) -> list[str]:
+    """Return the names of what one of torch's optimizers keeps for a parameter: those of a step that was made."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name not in ("params", "lr")}
+    plain = {name: False if name in ("fused", "foreach", "capturable") else value for name, value in group.items()}
+    probe = type(optimizer)([{**plain, "params": [parameter], "lr": 0.1}], lr=0.1)  # type: ignore[call-arg]
+    probe.step()
+    return list(probe.state[parameter])

@@ -463,9 +463,8 @@ class Resolved:
         made = self.make_sparse(model) if sparse is None else sparse
         before = made.target_sparsity, made.lr_scaling
         made.aim(self.sparsity, self.lr_scaling)
-        look = None if score is None else functools.partial(score, made)
         try:
-            cursor = Cursor(made, self.plan, iterations_per_epoch=self.iterations_per_epoch, score=look)
+            cursor = self.new_cursor(made, score)
         except GrowpruneError:
             made.aim(*before)
             if sparse is None and made.ranks is None:
@@ -473,6 +472,11 @@ class Resolved:
             raise
         made.train_replicas()
         return cursor
+
+    def new_cursor(self, sparse: SparseModel, score: Callable[[SparseModel, By], None] | None) -> Cursor:
+        """Create a cursor at the start of the plan."""
+        look = None if score is None else functools.partial(score, sparse)
+        return Cursor(sparse, self.plan, iterations_per_epoch=self.iterations_per_epoch, score=look)
 
 
 def describe(resolved: Resolved, model: nn.Module) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -16,13 +18,22 @@ from growprune.files.sparse_file import write_file
 from growprune.plan import By, Plan, walk
 from growprune.plan.settings import check_state
 from growprune.sparse.checks import check_model, check_optimizer
-from growprune.sparse.cursor import Cursor, cursor_of
+from growprune.sparse.cursor import cursor_of
 from growprune.sparse.model import SparseModel
 from growprune.sparse.stepper import unwrapped
 from growprune.sparse.summary import Summary
 from growprune.training.first_mask import BY_DATA, FirstMask
-from growprune.training.saved_state import check_arguments, check_contents, check_masks, check_optimizers, check_weights
-from growprune.training.settings import PartsLike, Resolved, Settings
+from growprune.training.saved_state import (
+    VERSION,
+    check_contents,
+    check_masks,
+    check_optimizers,
+    check_settings,
+    check_weights,
+)
+from growprune.training.settings import PartsLike, Settings, describe
+
+log = logging.getLogger("growprune")
 
 
 def sparsify(
@@ -73,7 +84,22 @@ def sparsify(
         losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
         options: the method's own options, such as `peak_density=0.5`.
     """
-    return Sparsifier(model, optimizer, Settings.among(locals()), losses)
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for one in optimizers:
+        check_optimizer(unwrapped(one))
+
+    def score(sparse: SparseModel, by: By) -> None:
+        sparse.score(by, losses or ())
+
+    settings = Settings.among(locals())
+    sparsifier = Sparsifier(model, settings, optimizers, score=None if losses is None else score)
+    try:
+        sparsifier.begin(optimizers)
+    except GrowpruneError:
+        if not isinstance(model, SparseModel) and sparsifier.sparse.ranks is None:
+            sparsifier.to_dense_()  # which can be given again
+        raise
+    return sparsifier
 
 
 class Sparsifier:
@@ -95,45 +121,75 @@ class Sparsifier:
     def __init__(
         self,
         model: nn.Module | SparseModel,
-        optimizer: Optimizer | Sequence[Optimizer],
         settings: Settings,
-        losses: Sequence[Callable[[], Tensor]] | None = None,
+        optimizers: Sequence[Any] = (),
+        *,
+        iterations: int | None = None,
+        iterations_per_epoch: int | None = None,
+        remedy: Callable[[int], str] = "iterations={}".format,
+        score: Callable[[SparseModel, By], None] | None = None,
+        resume: Mapping[str, Any] | None = None,
     ) -> None:
-        self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        for one in self._optimizers:
-            check_optimizer(unwrapped(one))
+        """Make the model sparse, with all weights live until `begin`. Nothing is changed if anything is refused.
+
+        Args:
+            optimizers: those of the model, as far as they exist.
+            iterations: the optimizer steps of the training, if a trainer owns the loop.
+            iterations_per_epoch: its optimizer steps in an epoch.
+            remedy: returns the setting of the trainer for a training of a given number of steps, for an error.
+            score: computes gradients for a method whose first mask needs them, by calling `sparse.score`.
+            resume: a state that will be loaded, which says what the plan was made with.
+        """
         if not isinstance(model, nn.Module | SparseModel):
             raise GrowpruneError(f"sparsify needs a torch module, then its optimizer, got a {type(model).__name__}")
+        given = model if isinstance(model, SparseModel) else None
         self.model = model.model if isinstance(model, SparseModel) else _inner(model, settings.storage)
         """The module that becomes sparse."""
-        _check_new(self.model)
-        given = model if isinstance(model, SparseModel) else None
+        cursor = cursor_of(self.model)
+        if cursor is not None and cursor.position >= 0:
+            raise GrowpruneError(
+                f"the model already belongs to a Sparsifier, at iteration {cursor.iteration} of "
+                f"{cursor.num_iterations}: use that one, and its load_state_dict to resume. To start another plan from "
+                f"its zeros, call its to_dense_() first and create a new optimizer"
+            )
         if given is None:
             check_model(self.model, storage=settings.storage)
-        resolved = settings.resolve(self.model, self._optimizers, sparse=given)
-        self._arguments, self._first, self._losses = resolved.settings, resolved.first, losses
-        if losses is None and next(walk(resolved.plan)).phase.needs_gradients:
+        first = None
+        if resume is not None:
+            check_contents(resume)
+            check_settings(resume["settings"], settings.to_save())
+            first, (iterations, iterations_per_epoch) = FirstMask(*resume["first"]), resume["lengths"]
+        resolved = settings.resolve(
+            self.model,
+            optimizers,
+            sparse=given,
+            first=first,
+            iterations=iterations,
+            iterations_per_epoch=iterations_per_epoch,
+            remedy=remedy,
+        )
+        if score is None and next(walk(resolved.plan)).phase.needs_gradients:
             raise GrowpruneError(
                 f"{settings.name} chooses its first mask by gradients: pass losses, a list of functions that each "
                 f"compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
             )
-        self.cursor = self._make_cursor(resolved, given)
+        self.settings, self.first = resolved.settings, resolved.first
+        self.lengths: tuple[int | None, int | None] = (iterations, iterations_per_epoch)
+        self._remedy, self._score, self._optimizers = remedy, score, list[Any]()
+        self.description = describe(resolved, self.model)
+        """What is pruned, what stays dense and why, and how long, in one line."""
+        self.cursor = resolved.cursor(self.model, sparse=given, score=score)
         """The place in the plan."""
-        try:
-            for one in self._optimizers:
-                self.sparse.attach(one)  # all, before an edit gives the model other parameters
-            self.cursor.attach(self._optimizers[-1])
-        except GrowpruneError:
-            if given is None and self.sparse.ranks is None:
-                self.sparse.to_dense_()
-            raise
 
-    def _make_cursor(self, resolved: Resolved, sparse: SparseModel | None) -> Cursor:
-        return resolved.cursor(self.model, sparse=sparse, score=None if self._losses is None else self._score)
-
-    def _score(self, sparse: SparseModel, by: By) -> None:
-        assert self._losses is not None
-        sparse.score(by, self._losses)
+    def begin(self, optimizers: Sequence[Any]) -> None:
+        """Train with these optimizers: begin the plan, if it has not begun. The last of them advances it."""
+        self._optimizers = list(optimizers)
+        for optimizer in optimizers:
+            self.sparse.attach(optimizer)  # all, before an edit gives the model other parameters
+        is_new = self.cursor.position < 0
+        self.cursor.attach(optimizers[-1])
+        if is_new:
+            log.info("%s", self.description)
 
     @property
     def sparse(self) -> SparseModel:
@@ -162,16 +218,16 @@ class Sparsifier:
         return self.cursor.is_over
 
     def __repr__(self) -> str:
-        done, total = self.cursor.iteration, self.cursor.num_iterations
+        done, total, late = self.cursor.iteration, self.cursor.num_iterations, self.cursor.num_steps_after
         target = "" if self.is_finished else f" of {self.target_sparsity:.4g}"
         place = f"finished after {total} iterations" if self.is_finished else f"iteration {done} of {total}"
-        late = self.cursor.num_steps_after
         extra = f", {late} steps past the plan" if late else ""
-        return f"Sparsifier({self._arguments.name}, {place}{extra}, sparsity {self.sparsity:.4g}{target})"
+        wrong = self.sparse.wrong_weights()
+        return f"Sparsifier({self.settings.name}, {place}{extra}, sparsity {self.sparsity:.4g}{target}{wrong})"
 
     def summary(self, example: Any = None) -> Summary:
         """Count the live weights per layer and in total, and FLOPs if given an example input. Print it for a table."""
-        return self.sparse.summary(example)
+        return replace(self.sparse.summary(example), about=self.description)
 
     def save(self, path: str | os.PathLike[str], *, values: str | None = None) -> None:
         """Write the sparse model to a file; `growprune.load` reads it. Warn if the loop did not match the plan.
@@ -208,69 +264,80 @@ class Sparsifier:
         Args:
             only_masks: leave out weights and optimizers, if your code saves them. Load such a state before them.
         """
-        own = self.sparse
-        _check_not_sharded(own.ranks)
         place = {
-            "arguments": self._saved_arguments(),
-            "first": [self._first.initial_mask, self._first.found],
+            "version": VERSION,
+            "settings": self.settings.to_save(),
+            "num_iterations": self.cursor.num_iterations,
+            "first": [self.first.initial_mask, self.first.found],
+            "lengths": list(self.lengths),
             "sparse": self.sparse.state_dict(),
             "cursor": self.cursor.state_dict(),
         }
         if only_masks:
             return place
+        if self.sparse.ranks is not None:
+            raise GrowpruneError(
+                "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
+            )
         return {
             **place,
-            "weights": own.snapshot(device="cpu"),
+            "weights": self.sparse.snapshot(device="cpu"),
             "extra": {name: module.get_extra_state() for name, module in _with_extra_state(self.model)},
             "optimizer_classes": [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers],
-            "optimizers": [copy.deepcopy(own.live_state(unwrapped(o), "cpu")) for o in self._optimizers],
+            "optimizers": [copy.deepcopy(self.sparse.live_state(o, "cpu")) for o in self._optimizers],
         }
 
-    def _saved_arguments(self) -> dict[str, Any]:
-        return self._arguments.to_save() | {"iterations": self.cursor.num_iterations}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of the same model, method and optimizers, in any storage."""
-        _check_not_sharded(self.sparse.ranks)
-        self._check_state(state)
+        """Resume from a state of the same model, method and optimizers, in any storage.
+
+        Everything is checked first: a state that is refused changes nothing.
+        """
+        sparse = self.sparse
+        sparse.restore_groups()
+        check_contents(state)
+        check_settings(state["settings"], self.settings.to_save())
+        if state["num_iterations"] != self.cursor.num_iterations:
+            raise GrowpruneError(
+                f"the state was saved with iterations={state['num_iterations']}, but this Sparsifier has "
+                f"iterations={self.cursor.num_iterations}: resume with iterations={state['num_iterations']}"
+            )
         first = FirstMask(*state["first"])
-        cursor = self._cursor_from(first)
+        cursor, lr_scaling = self.cursor, sparse.lr_scaling
+        if first != self.first and self.settings.initial_mask in ("auto", *BY_DATA):
+            # the model may look different by now, so that another first mask was chosen
+            iterations, per_epoch = self.lengths
+            resolved = self.settings.resolve(
+                self.model, first=first, iterations=iterations, iterations_per_epoch=per_epoch, remedy=self._remedy
+            )
+            cursor, lr_scaling = resolved.new_cursor(sparse, self._score), resolved.lr_scaling
         if not cursor.is_place(state["cursor"]):
             raise GrowpruneError(
-                f"the state belongs to another plan of {self._arguments.name}: resume with the same options, parts, "
+                f"the state belongs to another plan of {self.settings.name}: resume with the same options, parts, "
                 f"keep_dense, include and initial_mask as when it was saved"
             )
-        self.sparse.load_state_dict(state["sparse"])
+        check_masks(state["sparse"], sparse)
+        cursor.check_rule(state["cursor"])
         if "weights" in state:
-            self._load_weights(state)
-        cursor.load_state_dict(state["cursor"])
-        self._first, self.cursor = first, cursor
-        cursor.attach(self._optimizers[-1])
-
-    def _load_weights(self, state: Mapping[str, Any]) -> None:
-        own = self.sparse
-        own.restore(state["weights"])
-        for name, module in _with_extra_state(self.model):
-            module.set_extra_state(state["extra"][name])
-        for optimizer, loaded in zip(self._optimizers, state["optimizers"], strict=True):
-            own.load_live_state(unwrapped(optimizer), loaded)
-
-    def _cursor_from(self, first: FirstMask) -> Cursor:
-        """Return the cursor, or one with another first mask, because the model may look different by now."""
-        if first == self._first or self._arguments.initial_mask not in ("auto", *BY_DATA):
-            return self.cursor
-        return self._make_cursor(self._arguments.resolve(self.model, first=first), self.sparse)
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise, before anything is changed, unless a state belongs to the same model, method and optimizers."""
-        check_contents(state)
-        check_arguments(state["arguments"], self._saved_arguments())
-        own = self.sparse
-        if "weights" in state:
-            check_weights(state["weights"], own)
+            if sparse.ranks is not None:
+                raise GrowpruneError(
+                    "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
+                )
+            check_weights(state["weights"], sparse)
             check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
-            check_optimizers(state, [*map(unwrapped, self._optimizers)])
-        check_masks(state["sparse"], own)
+            check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
+
+        sparse.load_state_dict(state["sparse"])
+        if "weights" in state:
+            sparse.restore(state["weights"])
+            for name, module in _with_extra_state(self.model):
+                module.set_extra_state(state["extra"][name])
+            for optimizer, loaded in zip(self._optimizers, state["optimizers"], strict=True):
+                sparse.load_live_state(optimizer, loaded)
+        cursor.load_state_dict(state["cursor"])
+        sparse.aim(sparse.target_sparsity, lr_scaling)
+        self.first, self.cursor = first, cursor
+        if self._optimizers:
+            cursor.attach(self._optimizers[-1])
 
 
 def _inner(model: nn.Module, storage: str) -> nn.Module:
@@ -283,23 +350,6 @@ def _inner(model: nn.Module, storage: str) -> nn.Module:
         )
     inner: Any = getattr(model, "_orig_mod", model.module if is_replicated else model)
     return model if inner is model else _inner(inner, storage)
-
-
-def _check_new(model: nn.Module) -> None:
-    cursor = cursor_of(model)
-    if cursor is not None and cursor.position >= 0 and not cursor.sparse.is_released:
-        raise GrowpruneError(
-            f"the model already belongs to a Sparsifier, at iteration {cursor.iteration} of {cursor.num_iterations}: "
-            f"use that one, and its load_state_dict to resume. To start another plan from its zeros, call its "
-            f"to_dense_() first and create a new optimizer"
-        )
-
-
-def _check_not_sharded(ranks: object) -> None:
-    if ranks is not None:
-        raise GrowpruneError(
-            "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
-        )
 
 
 def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:

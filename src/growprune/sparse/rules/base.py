@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
@@ -19,6 +20,11 @@ class RunningRule:
     Args:
         why: the reason, for an error.
     """
+
+    by_weight: tuple[str, ...] = ()
+    """The entries of its state that have a number for each weight."""
+    counts: tuple[str, ...] = ()
+    """The entries of its state that have a count for each parameter."""
 
     def __init__(self, own: SparseModel, part: Part, why: str) -> None:
         if own.storage != "masked":
@@ -62,6 +68,30 @@ class RunningRule:
     def figures(self) -> dict[str, float]:
         """Return numbers to log. `sparsity` is the fraction of zeros that the rule itself has made."""
         return {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise unless a state has the entries of this rule: tensors by weight, and numbers."""
+        wanted, scalar = self.state_dict(), [weight.name for weight in self.weights]
+        wrong = [name for name in wanted if name not in state]
+        for name in wanted if not wrong else ():
+            value = state[name]
+            if not isinstance(wanted[name], Mapping):
+                wrong += [name] * (type(value) is bool or not isinstance(value, int | float))
+                continue
+            is_begun = state.get("iteration", 1) != 0  # before the first iteration there may be none
+            names = scalar if name in self.by_weight else self.names
+            if not isinstance(value, Mapping) or (is_begun and set(value) != set(names)):
+                wrong.append(name)
+                continue
+            shapes = {n: self._own.stored[n].shape for n in self.names}
+            for key, one in value.items():
+                fits = isinstance(one, int) if name in self.counts else isinstance(one, Tensor)
+                if not fits or (isinstance(one, Tensor) and one.shape != shapes.get(key, torch.Size())):
+                    wrong.append(f"{name}[{key!r}]")
+        if wrong:
+            raise GrowpruneError(
+                f"the state is damaged: the rule of its phase lacks {wrong[0]}, or has another kind of value there"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError

@@ -21,6 +21,8 @@ from growprune.sparse.rules.base import RunningRule
 class DeeprRule(RunningRule):
     """Add the L1 gradient before each step; add noise and rewire after it."""
 
+    counts = ("iteration",)
+
     def __init__(self, rule: Deepr, own: SparseModel) -> None:
         super().__init__(own, rule.part, "DeepR edits masks in every iteration")
         if not own.pattern.is_single:

@@ -19,6 +19,8 @@ class StrRule(AsideRule):
     Clipping comes before, so it sees the gradients of the model's weights.
     """
 
+    by_weight = ("s",)
+
     def __init__(self, rule: Str, own: SparseModel) -> None:
         super().__init__(own, rule.part, "STR needs all weights dense")
         self.rule = rule
