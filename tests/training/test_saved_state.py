@@ -54,8 +54,8 @@ def changed(state: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> 
 def is_free(path: tuple[Any, ...], value: Any) -> bool:
     """True for what need not be as it was: the storage, what may be None, and what only torch can check."""
     of_torch = path[0] == "optimizers" and (len(path) > 4 or (len(path) == 4 and value is GONE))
-    is_optional = path == ("cursor", "base") or (path[0] == "first" and len(path) == 2)
-    return of_torch or path == ("arguments", "storage") or (value is None and is_optional)
+    is_optional = path == ("cursor", "base") or (path[0] in ("first", "lengths") and len(path) == 2)
+    return of_torch or path == ("settings", "storage") or (value is None and is_optional)
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
