@@ -217,9 +217,7 @@ def test_epochs_and_iterations_take_the_place_of_one_another_and_are_not_given_b
 
 def test_a_method_that_lacks_its_length_is_told_both_ways_to_give_it() -> None:
     recipe = override(cyclic(), {"method": "rigl"})  # whose epochs would be those of a step
-    with pytest.raises(
-        ValueError, match=r"rigl needs iterations. .* options, or epochs instead"
-    ):
+    with pytest.raises(ValueError, match=r"rigl needs iterations. .* options, or epochs instead"):
         recipe.plan(recipe.task.build_model(), 4)
 
 

@@ -178,10 +178,7 @@ def test_parts_are_the_papers(name: str, sizes: tuple[int, ...]) -> None:
         model = recipe.task.build_model()
     sparse = recipe.resolve(model).make_sparse(model)
     assert (
-        tuple(
-            sum(w.numel for w in internals(sparse).editor.weights_of(part))
-            for part in recipe.plan(model).partition
-        )
+        tuple(sum(w.numel for w in internals(sparse).editor.weights_of(part)) for part in recipe.plan(model).partition)
         == sizes
     )
 
