@@ -66,9 +66,11 @@ def test_three_lines_do_what_the_objects_below_do(name: str) -> None:
         keep_dense=keep_dense,
         rescale=True,
     )
-    kind = getattr(gp.Partition, method.partition)
+    kind = getattr(gp.Partition, declaration_of(method).partition)
     parts = (
-        kind(model, keep_dense=keep_dense) if method.partition == "per_layer" else kind(model, 2, keep_dense=keep_dense)
+        kind(model, keep_dense=keep_dense)
+        if declaration_of(method).partition == "per_layer"
+        else kind(model, 2, keep_dense=keep_dense)
     )
     cursor = Cursor(sparse, method(parts, **ours.plan.options), iterations_per_epoch=1)
     if "losses" in arguments_of(name, model):
