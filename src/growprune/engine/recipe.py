@@ -14,7 +14,7 @@ from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig, check_choices, require
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
-from growprune.masks.heads import heads, is_normalized
+from growprune.masks.heads import is_normalized, output_layers
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
 from growprune.plan import Plan
@@ -128,7 +128,7 @@ class Recipe:
 
     def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
         """Names of the layers of a model that are never pruned."""
-        return heads(model) if self.keep_dense == "auto" else self.keep_dense
+        return output_layers(model)[0] if self.keep_dense == "auto" else self.keep_dense
 
     def _check_options(self) -> None:
         known = own_options(self.method)

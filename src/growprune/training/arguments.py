@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.heads import heads, is_normalized
+from growprune.masks.heads import is_normalized, output_layers
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS
@@ -167,7 +167,7 @@ class Arguments:
 
     def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
         """Return the names or globs that are never pruned."""
-        return heads(model) if self.keep_dense == "auto" else as_names(self.keep_dense, "keep_dense")
+        return output_layers(model)[0] if self.keep_dense == "auto" else as_names(self.keep_dense, "keep_dense")
 
     def cut(self, model: nn.Module) -> Partition:
         """Divide a model into the parts that grow in turn."""
