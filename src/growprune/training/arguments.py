@@ -16,7 +16,7 @@ from torch import nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.heads import is_normalized, output_layers
-from growprune.masks.layers import Weight, prunable_weights
+from growprune.masks.layers import Weight, frozen_layers, prunable_weights
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS
 from growprune.methods import find_method
@@ -166,8 +166,9 @@ class Arguments:
         return replace(self, **its)
 
     def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names or globs that are never pruned."""
-        return output_layers(model)[0] if self.keep_dense == "auto" else as_names(self.keep_dense, "keep_dense")
+        """Return the names or globs that are never pruned, frozen layers too."""
+        named = output_layers(model)[0] if self.keep_dense == "auto" else as_names(self.keep_dense, "keep_dense")
+        return tuple(dict.fromkeys((*named, *frozen_layers(model, include=self.include))))
 
     def cut(self, model: nn.Module) -> Partition:
         """Divide a model into the parts that grow in turn."""
