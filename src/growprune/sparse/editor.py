@@ -181,6 +181,8 @@ class Editor:
     # Edits
 
     def apply(self, edit: Edit) -> None:
+        if empty := [w.parameter for w in self.weights if self._stored[w.parameter].parameter.is_meta]:
+            raise GrowpruneError(f"{empty[0]} is on the meta device and has no values: load the model first")
         if edit.by is By.AS_IS:
             self._apply_as_is(edit)
         elif edit.to == 0 and edit.within is None:
