@@ -16,7 +16,6 @@ from growprune.engine.compatibility import fields_of
 from growprune.engine.optim import OptimizerConfig
 from growprune.engine.override import override
 from growprune.plan import first_by
-from growprune.sparse.internals import internals
 
 
 def net(width: int = 16) -> nn.Sequential:
@@ -78,7 +77,7 @@ def declared(
 def test_undeclared_parameters_are_never_filled_in(model: nn.Module) -> None:
     sparsifier = gp.sparsify(model, adam(model), undeclared, sparsity=0.75, iterations=20, seed=5)
     assert sparsifier.plan.options == {"sparsity": 0.75, "iterations": 20}
-    assert not internals(sparsifier.sparse).optimizers.rates.is_on
+    assert not sparsifier.sparse.optimizers.rates.is_on
     recipe = gp.Recipe(Toy(depth=5), undeclared, {"epochs": 2}, sparsity=0.75)
     assert recipe.plan(recipe.task.build_model(), 4).options == {"sparsity": 0.75, "iterations": 8}
 

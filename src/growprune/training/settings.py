@@ -19,8 +19,8 @@ from torch import nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import parse_allocation
-from growprune.masks.heads import heads, is_normalized
-from growprune.masks.layers import Weight, layer_weights, prunable_weights
+from growprune.masks.heads import is_normalized, output_layers
+from growprune.masks.layers import Weight, frozen_layers, layer_weights, prunable_weights
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
@@ -152,8 +152,9 @@ class Settings:
         return replace(self, **its)
 
     def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names or globs that are never pruned."""
-        return heads(model) if self.keep_dense == "auto" else tuple(self.keep_dense)
+        """Return the names or globs that are never pruned, frozen layers too."""
+        named = output_layers(model)[0] if self.keep_dense == "auto" else tuple(self.keep_dense)
+        return tuple(dict.fromkeys((*named, *frozen_layers(model, include=self.include))))
 
     def cut(self, model: nn.Module, keep_dense: Sequence[str], num_layers: int | None = None) -> Partition:
         """Divide a model into the parts that grow in turn.
