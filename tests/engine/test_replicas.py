@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +29,8 @@ def note_masks(recipe: Recipe, folder: Path, stop_after: int) -> None:
     """Train, or resume, and note the masks after each edit."""
     countdown, apply = iter(range(stop_after)), SparseModel.apply
 
-    def noting(own: SparseModel, edits: Sequence[Edit]) -> None:
-        apply(own, edits)
+    def noting(own: SparseModel, *edits: Edit) -> None:
+        apply(own, *edits)
         with (folder.parent / f"{folder.name}-{os.environ['RANK']}").open("a") as notes:
             notes.write(digest(own) + "\n")
 

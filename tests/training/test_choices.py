@@ -77,7 +77,7 @@ def declared(
 def test_undeclared_parameters_are_never_filled_in(model: nn.Module) -> None:
     sparsifier = gp.sparsify(model, adam(model), undeclared, sparsity=0.75, iterations=20, seed=5)
     assert sparsifier.plan.options == {"sparsity": 0.75, "iterations": 20}
-    assert not sparsifier.sparse.optimizers.rates.is_on
+    assert sparsifier.sparse.lr_scaling == 0
     recipe = gp.Recipe(Toy(depth=5), undeclared, {"epochs": 2}, sparsity=0.75)
     assert recipe.plan(recipe.task.build_model(), 4).options == {"sparsity": 0.75, "iterations": 8}
 

@@ -509,7 +509,9 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_a_state_that_is_none_is_refused() -> None:
     sparsifier, _ = begun("gradual_gap")
-    with pytest.raises(gp.GrowpruneError, match="the state dict lacks arguments"):
+    with pytest.raises(
+        gp.GrowpruneError, match="the state dict lacks cursor, first, lengths, settings, sparse, version"
+    ):
         sparsifier.load_state_dict({})
 
 

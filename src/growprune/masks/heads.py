@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from growprune.errors import GrowpruneError
-from growprune.masks.layers import is_norm, layer_weights, matches
+from growprune.masks.layers import Layers, is_norm, layer_weights, matches
 
 
-def output_layers(model: nn.Module, example: Any = None) -> tuple[tuple[str, ...], str]:
+def output_layers(
+    model: nn.Module, example: Any = None, *, layers: Layers | None = None
+) -> tuple[tuple[str, ...], str]:
     """Return the names of a model's output layers, and how they were found, for a message.
 
     With an example, the model computes it once, and each output is followed back to the last layer before it; where
@@ -25,8 +27,9 @@ def output_layers(model: nn.Module, example: Any = None) -> tuple[tuple[str, ...
 
     Args:
         example: the input, a tuple of positional arguments or a dict of keyword arguments.
+        layers: what `layer_weights` returns, if it is known.
     """
-    layers = list(layer_weights(model))
+    paths = list(layer_weights(model) if layers is None else layers)
     outer: Any = model
     if callable(unwrap := getattr(model, "get_base_model", None)):  # PEFT has wrapped it
         outer = unwrap()
@@ -37,11 +40,11 @@ def output_layers(model: nn.Module, example: Any = None) -> tuple[tuple[str, ...
         names = {id(module): name for name, module in model.named_modules()}
         inside = names.get(id(base), "")
         output = names.get(id(outer.get_output_embeddings())) if hasattr(outer, "get_output_embeddings") else None
-        found = {path for path in layers if path == output or (inside and not matches(path, inside))}
+        found = {path for path in paths if path == output or (inside and not matches(path, inside))}
         how = "the output head, and what is outside the base model"
     else:
-        found, how = set(layers[-1:]), "the layer registered last"
-    return (tuple(path for path in layers if path in found) if len(found) < len(layers) else ()), how
+        found, how = set(paths[-1:]), "the layer registered last"
+    return (tuple(path for path in paths if path in found) if len(found) < len(paths) else ()), how
 
 
 def _by_example(model: nn.Module, example: Any) -> set[str]:

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeAlias, overload
 
 from growprune.errors import GrowpruneError, shorten
@@ -115,39 +115,41 @@ class Plan:
     partition: Parts
     options: dict[str, Any]
 
+    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        # list all stages: a wrong option should fail where the plan is written, not where it is run
-        name, count = self.method.__name__, 0
-        for stage in itertools.islice(self, MAX_STAGES + 1):
+        # all stages at once: a wrong option should fail where the plan is written, not where it is run
+        name, stages = self.method.__name__, self.method(self.partition, **self.options)
+        if not isinstance(stages, Iterator):
+            raise GrowpruneError(
+                f"{name} must yield phases, but returns {type(stages).__name__}: use yield, not return"
+            )
+        listed = tuple(itertools.islice(stages, MAX_STAGES + 1))
+        for stage in listed:
             if not isinstance(stage, Phase | Fork):
-                given = shorten(repr(stage), 100)
-                raise GrowpruneError(f"{name} must yield Phase or Fork objects, got {given}")
-            count += 1
-        if count > MAX_STAGES:
+                raise GrowpruneError(f"{name} must yield Phase or Fork objects, got {shorten(repr(stage), 100)}")
+        if len(listed) > MAX_STAGES:
             raise GrowpruneError(
                 f"the plan of {name} has more than {MAX_STAGES:,} phases: raise `every`, lower `steps`, or yield fewer"
             )
+        object.__setattr__(self, "stages", listed)
 
     def __iter__(self) -> Iterator[Stage]:
-        stages: object = self.method(self.partition, **self.options)
-        if not isinstance(stages, Iterator):
-            kind = type(stages).__name__
-            raise GrowpruneError(f"{self.method.__name__} must yield phases, but returns {kind}: use yield, not return")
-        return stages
+        return iter(self.stages)
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"Plan({self.method.__name__}({options}), {len(self.partition)} parts)"
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.stages)
 
     @overload
     def __getitem__(self, i: int) -> Stage: ...
     @overload
     def __getitem__(self, i: slice) -> list[Stage]: ...
     def __getitem__(self, i: int | slice) -> Stage | list[Stage]:
-        return list(self)[i]
+        return list(self.stages)[i] if isinstance(i, slice) else self.stages[i]
 
 
 Options = ParamSpec("Options")

@@ -92,6 +92,7 @@ class SparseModel:
             Adam-like optimizers and 0 for others.
         rescale: multiply the weights that a random mask keeps by 1 / sqrt(density of their layer), so that activations
             stay as large. Random masks are for untrained models.
+        weights: what `keep_dense` and `include` leave to prune, if it is known.
 
     All weights are live at first; the edits of a plan, or `prune`, make the model sparse. `copy.deepcopy` returns an
     independent copy of the model and its masks, attached to no optimizer.
@@ -116,6 +117,7 @@ class SparseModel:
         storage: str = "masked",
         lr_scaling: float | Literal["auto"] = 0.0,
         rescale: bool = False,
+        weights: Sequence[Weight] | None = None,
     ) -> None:
         check_sparsity(sparsity)
         check_model(model, storage=storage)
@@ -127,15 +129,17 @@ class SparseModel:
         self.keep_dense, self.include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
         self.pattern = parse_pattern(pattern)
         self.seed, self.storage, self.lr_scaling = as_seed(seed), storage, parse_lr_scaling(lr_scaling)
-        self.weights: tuple[Weight, ...] = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
+        if weights is None:
+            weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
+        self.weights: tuple[Weight, ...] = tuple(weights)
         """The weights that may be pruned."""
         for weight in self.weights:
             self.pattern.check(weight, self.target_sparsity)
-        names = dict.fromkeys(weight.parameter for weight in self.weights)
-        before = {id(other): other for name in names if (other := _owner(model.get_parameter(name))) is not None}
+        parameters = dict.fromkeys(weight.parameter for weight in self.weights)
+        before = {id(other): other for name in parameters if (other := _owner(model.get_parameter(name))) is not None}
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
-        self.stored: dict[str, SparseParameter] = store(model, names, storage, self.pattern)
+        self.stored: dict[str, SparseParameter] = store(model, parameters, storage, self.pattern)
         """How the prunable parameters are stored, by name."""
         for other in before.values():
             other._let_go("another SparseModel was created from the same weights: use that one")

@@ -20,7 +20,7 @@ from torch import nn
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import parse_allocation
 from growprune.masks.heads import is_normalized, output_layers
-from growprune.masks.layers import Weight, frozen_layers, layer_weights, prunable_weights
+from growprune.masks.layers import Layers, Weight, frozen_layers, layer_weights, prunable_weights
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
@@ -151,10 +151,14 @@ class Settings:
             raise GrowpruneError(f"{self.name} cannot start from a SparseModel: use cyclic_gap, gradual_gap or rigl")
         return replace(self, **its)
 
-    def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names or globs that are never pruned, frozen layers too."""
-        named = output_layers(model)[0] if self.keep_dense == "auto" else tuple(self.keep_dense)
-        return tuple(dict.fromkeys((*named, *frozen_layers(model, include=self.include))))
+    def kept_dense(
+        self, model: nn.Module, example: Any = None, *, layers: Layers | None = None
+    ) -> tuple[tuple[str, ...], str]:
+        """Return the names or globs that are never pruned, frozen layers too, and how output layers were found."""
+        named, how = tuple(self.keep_dense), "keep_dense"
+        if self.keep_dense == "auto":
+            named, how = output_layers(model, example, layers=layers)
+        return tuple(dict.fromkeys((*named, *frozen_layers(model, include=self.include, layers=layers)))), how
 
     def cut(self, model: nn.Module, keep_dense: Sequence[str], num_layers: int | None = None) -> Partition:
         """Divide a model into the parts that grow in turn.
@@ -163,7 +167,8 @@ class Settings:
             keep_dense: as `kept_dense` returns it.
             num_layers: how many layers may be pruned, if known.
         """
-        parts, names = self.parts, {"keep_dense": keep_dense, "include": self.include}
+        parts = self.parts
+        names: dict[str, Any] = {"keep_dense": keep_dense, "include": self.include}
         if isinstance(parts, Partition):
             return parts.counted(model, **names)
         if parts is None or isinstance(parts, int | str):
@@ -251,6 +256,7 @@ class Settings:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         *,
         sparse: SparseModel | None = None,
+        example: Any = None,
         first: FirstMask | None = None,
         iterations: int | None = None,
         iterations_per_epoch: int | None = None,
@@ -262,6 +268,7 @@ class Settings:
         Args:
             optimizers: those of the model, if they exist by now.
             sparse: the SparseModel of the model, if there is one already. Its mask is the first one.
+            example: an input, from which output layers are found; by default the first calibration batch, if any.
             first: how the first mask is chosen, if that is known, as when a training is resumed.
             iterations: the total optimizer steps of a trainer, if a trainer owns the loop.
             iterations_per_epoch: its optimizer steps in an epoch, if known.
@@ -272,8 +279,11 @@ class Settings:
         about, allocation = said.declaration, said.resolved_allocation
 
         # which weights, in which parts
-        keep_dense = said.kept_dense(model)
-        weights = prunable_weights(model, keep_dense=keep_dense, include=said.include)
+        if example is None and isinstance(said.calibration, Sequence) and said.calibration:
+            example = said.calibration[0]
+        layers = layer_weights(model)
+        keep_dense, how_kept = said.kept_dense(model, example, layers=layers)
+        weights = prunable_weights(model, keep_dense=keep_dense, include=said.include, layers=layers)
         _check_trained(model, weights, optimizers)
         parts = said.cut(model, keep_dense, _num_layers(weights))
 
@@ -340,6 +350,8 @@ class Settings:
             iterations_per_epoch=unit,
             weights=weights,
             keep_dense=keep_dense,
+            how_kept=how_kept,
+            layers=layers,
             allocation=allocation,
             sparsity=said.sparsity if "sparsity" in about.options else 0.0,
             lr_scaling=said.scaling_from(first),
@@ -397,6 +409,10 @@ class Resolved:
     weights: tuple[Weight, ...]
     """The weights that are pruned."""
     keep_dense: tuple[str, ...]
+    how_kept: str
+    """How the layers that stay dense were found."""
+    layers: Layers
+    """All layers of the model."""
     allocation: str
     sparsity: float
     """The sparsity of the SparseModel: 0 for a method that prunes nothing."""
@@ -446,7 +462,7 @@ class Resolved:
 
     def make_sparse(self, model: nn.Module) -> SparseModel:
         """Create the SparseModel. All weights are still live."""
-        return SparseModel(model, storage=self.settings.storage, **self.sparse_settings())
+        return SparseModel(model, storage=self.settings.storage, weights=self.weights, **self.sparse_settings())
 
     def cursor(
         self,
@@ -486,14 +502,13 @@ def describe(resolved: Resolved, model: nn.Module) -> str:
     >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
     >>> print(describe(Settings("rigl", 0.75, iterations=10).resolve(model), model))
     rigl to sparsity 0.75 in 10 iterations || prunes 1 layer, 128 weights of 282 parameters || peak density 0.25 || \
-dense: 3 (output layer), 0 (Embedding), 50 parameters of norms and biases
+dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and biases
     """
     said, parameters = resolved.settings, dict(model.named_parameters())
     pruned, paths = {weight.parameter for weight in resolved.weights}, {}
     for name in parameters:
         paths[name] = name.rpartition(".")[0]
-    layers = layer_weights(model)
-    by = "output layer" if said.keep_dense == "auto" else "keep_dense"
+    layers, by = resolved.layers, resolved.how_kept
     kept = [path for path, weights in layers.items() if not any(weight.parameter in pruned for weight in weights)]
     dense = [f"{few(kept)} ({by})"] if kept else []
     others = [n for n, p in parameters.items() if n not in pruned and paths[n] not in layers]

@@ -56,6 +56,7 @@ def sparsify(
     lr_scaling: float | Literal["auto"] = "auto",
     seed: int = 0,
     losses: Sequence[Callable[[], Tensor]] | None = None,
+    example: Any = None,
     **options: Any,
 ) -> Sparsifier:
     """Make a model sparse while your own loop trains it: each `optimizer.step()` prunes and grows when it is due.
@@ -72,7 +73,8 @@ def sparsify(
         parts: what grows in turn: a number, a kind such as "balanced", lists of names, or a `Partition`; 4 by default.
         allocation: how sparsity is divided among layers: "uniform", "global" or "erk"; by default the method's own.
         pattern: which positions may be live: "unstructured", a block such as "1x8", or N:M such as "2:4".
-        keep_dense: names or globs that are never pruned; "auto" for output layers.
+        keep_dense: names or globs that are never pruned; "auto" for output layers: those that `example` leads to, or
+            else the layer registered last. Frozen layers are never pruned, unless `include` names them.
         include: names or globs of further parameters to prune, which belong to no known kind of layer.
         storage: "masked" (dense values and a mask) or "compact" (live values only).
         initial_mask: "random"; "magnitude", "wanda", "sparsegpt" for trained weights; "as_is" for a sparse model; or
@@ -82,6 +84,7 @@ def sparsify(
             rises from a random mask (gradual_gap, granet) under an Adam-like optimizer, else 0.
         seed: the seed of every random mask.
         losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
+        example: an input of the model, as a tuple or a dict if it has several; used to find the output layers.
         options: the method's own options, such as `peak_density=0.5`.
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -92,7 +95,7 @@ def sparsify(
         sparse.score(by, losses or ())
 
     settings = Settings.among(locals())
-    sparsifier = Sparsifier(model, settings, optimizers, score=None if losses is None else score)
+    sparsifier = Sparsifier(model, settings, optimizers, score=None if losses is None else score, example=example)
     try:
         sparsifier.begin(optimizers)
     except GrowpruneError:
@@ -128,6 +131,7 @@ class Sparsifier:
         iterations_per_epoch: int | None = None,
         remedy: Callable[[int], str] = "iterations={}".format,
         score: Callable[[SparseModel, By], None] | None = None,
+        example: Any = None,
         resume: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the model sparse, with all weights live until `begin`. Nothing is changed if anything is refused.
@@ -138,6 +142,7 @@ class Sparsifier:
             iterations_per_epoch: its optimizer steps in an epoch.
             remedy: returns the setting of the trainer for a training of a given number of steps, for an error.
             score: computes gradients for a method whose first mask needs them, by calling `sparse.score`.
+            example: an input, from which output layers are found.
             resume: a state that will be loaded, which says what the plan was made with.
         """
         if not isinstance(model, nn.Module | SparseModel):
@@ -163,6 +168,7 @@ class Sparsifier:
             self.model,
             optimizers,
             sparse=given,
+            example=example,
             first=first,
             iterations=iterations,
             iterations_per_epoch=iterations_per_epoch,
@@ -301,6 +307,15 @@ class Sparsifier:
                 f"the state was saved with iterations={state['num_iterations']}, but this Sparsifier has "
                 f"iterations={self.cursor.num_iterations}: resume with iterations={state['num_iterations']}"
             )
+        if "weights" in state:
+            if sparse.ranks is not None:
+                raise GrowpruneError(
+                    "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
+                )
+            check_weights(state["weights"], sparse)
+            check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
+            check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
+        check_masks(state["sparse"], sparse)
         first = FirstMask(*state["first"])
         cursor, lr_scaling = self.cursor, sparse.lr_scaling
         if first != self.first and self.settings.initial_mask in ("auto", *BY_DATA):
@@ -315,16 +330,7 @@ class Sparsifier:
                 f"the state belongs to another plan of {self.settings.name}: resume with the same options, parts, "
                 f"keep_dense, include and initial_mask as when it was saved"
             )
-        check_masks(state["sparse"], sparse)
         cursor.check_rule(state["cursor"])
-        if "weights" in state:
-            if sparse.ranks is not None:
-                raise GrowpruneError(
-                    "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
-                )
-            check_weights(state["weights"], sparse)
-            check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
-            check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
 
         sparse.load_state_dict(state["sparse"])
         if "weights" in state:
