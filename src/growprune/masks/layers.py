@@ -11,6 +11,7 @@ Standard library only: models are read by their attributes, so that partitions a
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import operator
 import re
@@ -45,7 +46,7 @@ class Weight:
     transposed: bool = False
     """True if it is stored as (in, out, ...), as in transposed convolutions."""
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

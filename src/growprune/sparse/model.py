@@ -538,7 +538,7 @@ class SparseModel:
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that are attached and still exist."""
-        return [optimizer for stepper in self.steppers if (optimizer := stepper.optimizer) is not None]
+        return [optimizer for stepper in self.steppers if (optimizer := stepper.optimizer()) is not None]
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> dict[str, SparseParameter]:
         """Return how the prunable parameters that an optimizer trains are stored, by name."""
@@ -559,7 +559,7 @@ class SparseModel:
 
     def check_ready(self, stepper: Stepper) -> None:
         """Raise before a step if it would go wrong: the plan has not begun, or something does not fit together."""
-        optimizer = stepper.optimizer
+        optimizer = stepper.optimizer()
         if self.waiting is not None and optimizer is not None:
             if not any(group.get("lr", 1) for group in optimizer.param_groups):
                 return  # torch's distributed checkpoint makes such a step to have state that it can load into

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -446,11 +447,10 @@ class Resolved:
                     else:
                         bound = min if edit.action is Action.PRUNE else max
                         density[i] = bound(density[i], 1 - edit.to)
-                    live = sum(d * size for d, size in zip(density, sizes, strict=True))
-                    if edit.within is not None and live > edit.within * total:
-                        density[i] -= (live - edit.within * total) / sizes[i]
+                    excess = sum(map(operator.mul, density, sizes)) - (edit.within or 1) * total
+                    density[i] -= max(0.0, excess) / sizes[i] if edit.within is not None else 0.0
             if scheduled.phase.is_trained:
-                peak = max(peak, sum(d * size for d, size in zip(density, sizes, strict=True)) / total)
+                peak = max(peak, sum(map(operator.mul, density, sizes)) / total)
             if scheduled.branch is not None:
                 density = before
         return peak
