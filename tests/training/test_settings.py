@@ -12,12 +12,12 @@ from toy import Toy, cyclic
 
 from growprune import Cursor, GrowpruneError, Partition, contiguous
 from growprune.compare.budget import spend
-from growprune.masks.heads import heads
+from growprune.masks.heads import output_layers
 from growprune.methods import METHODS
 from growprune.plan import declaration_of
 from growprune.sparse.internals import internals
 from growprune.training.first_mask import FirstMask
-from growprune.training.settings import Resolved, Settings, describe
+from growprune.training.settings import Settings
 
 RANDOM = FirstMask("random")
 FOUR = Partition.contiguous(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), 4)
@@ -90,8 +90,8 @@ def test_parts_are_those_of_the_method_or_those_that_are_asked_for(parts: Any, s
 
 
 def test_the_last_layer_of_a_model_stays_dense() -> None:
-    assert heads(make_model()) == ("7",)
-    assert heads(nn.Sequential(nn.Linear(4, 4))) == ()  # there would be nothing left
+    assert output_layers(make_model())[0] == ("7",)
+    assert output_layers(nn.Sequential(nn.Linear(4, 4)))[0] == ()  # there would be nothing left
 
 
 @pytest.mark.parametrize(("name", "least"), [("steps", 0), ("epochs", 1), ("finetune", 0)])

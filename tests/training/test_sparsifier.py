@@ -351,6 +351,19 @@ def test_a_resumed_loop_begins_with_the_first_mask_of_its_state() -> None:
     check_same_bits(dict(first.model.state_dict()), dict(second.model.state_dict()))
 
 
+def test_frozen_layers_stay_as_they_are_unless_included() -> None:
+    for include, expected in (([], [144, 36, 24]), (["0*"], [36, 36, 24])):
+        model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 2))
+        model[0].requires_grad_(False)
+        before = model[0].weight.clone()
+        optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+        sparsify(model, optimizer, "static_random", sparsity=0.75, iterations=4, allocation="uniform", include=include)
+        assert [int(layer.weight.count_nonzero()) for layer in model] == expected
+        assert torch.equal(model[0].weight, before) is not bool(include)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 2)).requires_grad_(False)
+    assert gp.prune_pretrained(model, by="magnitude").num_alive == 72  # a request, so frozen weights are pruned
+
+
 # Lengths
 
 

@@ -288,6 +288,27 @@ def prunable_weights(model: Any, *, keep_dense: Iterable[str] = (), include: Ite
     return kept
 
 
+def frozen_layers(model: Any, *, include: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the weights of layers that are frozen (requires_grad=False). A training leaves them as they are.
+
+    Weights that `include` names are meant to be pruned, so they are not listed. In a model with adapters such as LoRA
+    none are, because all of its layers are frozen, and pruned all the same.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        >>> _ = model[0].requires_grad_(False)
+        >>> frozen_layers(model)
+        ('0.weight',)
+    """
+    parameters = dict(model.named_parameters())
+    names = dict.fromkeys(w.parameter for weights in layer_weights(model).values() for w in weights)
+    asked = {name for found in matching(include, names) for name in found}
+    if any(map(is_adapter, model.modules())):
+        return ()
+    return tuple(name for name in names if name not in asked and not parameters[name].requires_grad)
+
+
 def _included(model: Any, include: Sequence[str], known: set[str]) -> list[Weight]:
     """What is named in `include`, has two dimensions or more, and is not known as a weight already."""
     adapters = adapter_parameters(model)

@@ -89,11 +89,16 @@ def salt_of(*what: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little")
 
 
+def _is_signed(edit: Edit) -> bool:
+    """True if scores of either sign decide, not magnitudes."""
+    return edit.by is By.GRASP or edit.score is not None
+
+
 def key_bits_of(edit: Edit, dtype: torch.dtype) -> int:
     """Return the number of bits of an edit's keys, for weights whose widest float is `dtype`."""
     if edit.by is By.RANDOM:
         return 31
-    return key_bits(torch.float64 if edit.by is By.GRASP else dtype)
+    return key_bits(torch.float64 if _is_signed(edit) else dtype)
 
 
 def edit_keys(
@@ -123,7 +128,7 @@ def edit_keys(
             alive = pattern.alive(pattern.fold(mask_rows))
             if edit.by is By.RANDOM:
                 keys = random_keys(start, alive.numel(), salt, alive.device)
-            elif edit.by is By.GRASP:
+            elif _is_signed(edit):
                 matrix = pattern.fold(rows)  # a pattern adds up magnitudes, so those of both signs apart
                 keys = signed_keys(pattern.score(matrix.clamp(min=0)) - pattern.score((-matrix).clamp(min=0)))
             else:

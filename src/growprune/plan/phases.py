@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias, overload
 
 from growprune.errors import GrowpruneError, shorten
-from growprune.plan.edits import Action, By, Edit, Part, Parts, Spread
+from growprune.plan.edits import Action, Edit, Part, Parts, Spread
 from growprune.plan.settings import check_counts, plain
 
 MAX_STAGES = 100_000
@@ -307,14 +307,14 @@ def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPha
     later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
     after = next((phase for phase in later if phase.stage > scheduled.stage), None)
     edits = () if after is None or after.branch is not None else after.phase.edits
-    is_plain = all(e.action is Action.PRUNE and e.by is By.MAGNITUDE and e.to is not None for e in edits)
+    is_plain = all(e.action is Action.PRUNE and e.is_usual and e.to is not None for e in edits)
     return edits if is_plain else ()
 
 
 def onward(trail: str, scheduled: ScheduledPhase) -> str:
     """Return a digest of the phases up to this one, so that a cursor resumes in the same plan only."""
     phase, returns = scheduled.phase, scheduled.returns
-    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, e.spread, e.within) for e in phase.edits]
+    edits = [(e.action.value, _digest(e.part), e.criterion, e.to, e.share, e.spread, e.within) for e in phase.edits]
     place = (scheduled.stage, scheduled.branch, None if returns is None else _digest(returns))
     how = (phase.epochs, phase.iterations, phase.restart, repr(phase.rule))
     return hashlib.sha256(f"{trail}{edits}{place}{how}".encode()).hexdigest()

@@ -17,7 +17,7 @@ from growprune.errors import GrowpruneError, warn
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import check_sparse, masks_of_zeros
-from growprune.plan import Action, By, Edit, Part, parse_choice
+from growprune.plan import By, Edit, Part, Score, grow, parse_choice, prune
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
 from growprune.sparse.checks import check_model, check_settings, unpruned
 from growprune.sparse.copies import mask_copy
@@ -172,18 +172,27 @@ class SparseModel:
     # Edits
 
     def prune(
-        self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.MAGNITUDE
+        self,
+        part: Part | None = None,
+        *,
+        to: float | None = None,
+        share: float | None = None,
+        by: By | Score = By.MAGNITUDE,
     ) -> None:
         """Keep the best weights of a part (by default the whole model) and set the others to exactly zero."""
         to = self.target_sparsity if to is None and share is None else to
-        self.apply(Edit(Action.PRUNE, part or self._internals.whole, by, to, share))
+        self.apply(prune(part or self._internals.whole, to=to, share=share, by=by))
 
     def grow(
-        self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.RANDOM
+        self,
+        part: Part | None = None,
+        *,
+        to: float | None = None,
+        share: float | None = None,
+        by: By | Score = By.RANDOM,
     ) -> None:
         """Make more weights of a part (by default the whole model) live, by default all, starting at exactly zero."""
-        to = 0.0 if to is None and share is None else to
-        self.apply(Edit(Action.GROW, part or self._internals.whole, by, to, share))
+        self.apply(grow(part or self._internals.whole, to=to, share=share, by=by))
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; the state of attached optimizers follows."""

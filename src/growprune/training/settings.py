@@ -19,8 +19,8 @@ from torch import nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import parse_allocation
-from growprune.masks.heads import heads, is_normalized
-from growprune.masks.layers import Weight, layer_weights, prunable_weights
+from growprune.masks.heads import is_normalized, output_layers
+from growprune.masks.layers import Weight, frozen_layers, layer_weights, prunable_weights
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
@@ -35,7 +35,6 @@ from growprune.sparse.internals import internals
 from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
 from growprune.sparse.optimizers import unwrapped
-from growprune.sparse.pretrained_pruning import prune_pretrained
 from growprune.storage import parse_storage
 from growprune.training.first_mask import BY_DATA, MASKS, FirstMask, signs_of_training
 from growprune.training.processes import share_gradients
@@ -154,8 +153,9 @@ class Settings:
         return replace(self, **its)
 
     def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names or globs that are never pruned."""
-        return heads(model) if self.keep_dense == "auto" else tuple(self.keep_dense)
+        """Return the names or globs that are never pruned, frozen layers too."""
+        named = output_layers(model)[0] if self.keep_dense == "auto" else self.keep_dense
+        return tuple(dict.fromkeys((*named, *frozen_layers(model, include=self.include))))
 
     def cut(self, model: nn.Module, keep_dense: Sequence[str], num_layers: int | None = None) -> Partition:
         """Divide a model into the parts that grow in turn.
@@ -319,6 +319,8 @@ class Settings:
 
         # a first mask by data, which changes weights: last, when nothing can be refused any more
         if is_by_data:
+            from growprune.sparse.pretrained_pruning import prune_pretrained  # which few trainings need
+
             pruned = prune_pretrained(
                 model,
                 said.calibration,
@@ -481,37 +483,34 @@ class Resolved:
 
 
 def describe(resolved: Resolved, model: nn.Module) -> str:
-    """Describe in one line what is pruned, what stays dense and why, and how long.
+    """Describe in one line what is pruned, what stays dense and why, and how long the plan is.
 
     >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
     >>> print(describe(Settings("rigl", 0.75, iterations=10).resolve(model), model))
     rigl to sparsity 0.75 in 10 iterations || prunes 1 layer, 128 weights of 282 parameters || peak density 0.25 || \
-dense: 3 (output layer), 0 (Embedding), 50 parameters of norms and biases
+dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and biases
     """
     said, parameters = resolved.settings, dict(model.named_parameters())
-    pruned, paths = {weight.parameter for weight in resolved.weights}, {}
-    for name in parameters:
-        paths[name] = name.rpartition(".")[0]
-    layers = layer_weights(model)
-    by = "output layer" if said.keep_dense == "auto" else "keep_dense"
-    kept = [path for path, weights in layers.items() if not any(weight.parameter in pruned for weight in weights)]
-    dense = [f"{few(kept)} ({by})"] if kept else []
-    others = [n for n, p in parameters.items() if n not in pruned and paths[n] not in layers]
-    matrices = {paths[n]: type(model.get_submodule(paths[n])).__name__ for n in others if parameters[n].ndim > 1}
-    dense += [f"{path} ({kind})" for path, kind in list(matrices.items())[:5]]
-    small = sum(p.numel() for n, p in parameters.items() if n not in pruned and p.ndim < 2)
+    pruned = {weight.parameter for weight in resolved.weights}
+    weights, frozen = sum(weight.numel for weight in resolved.weights), frozen_layers(model, include=said.include)
+    why = output_layers(model)[1] if said.keep_dense == "auto" else "keep_dense"
+    layers = {w.parameter: path for path, several in layer_weights(model).items() for w in several}
+    kept = dict.fromkeys(path for name, path in layers.items() if name not in pruned and name not in frozen)
+    dense = [f"{few(kept)} ({why})"] if kept else []
+    dense += [f"{few(layers[name] for name in frozen)} (frozen)"] if frozen else []
+    others = {name: parameter for name, parameter in parameters.items() if name not in pruned | layers.keys()}
+    modules = dict.fromkeys(name.rpartition(".")[0] for name, parameter in others.items() if parameter.ndim > 1)
+    dense += [f"{path} ({type(model.get_submodule(path)).__name__})" for path in list(modules)[:5]]
+    small = sum(parameter.numel() for parameter in others.values() if parameter.ndim < 2)
     dense += [f"{small:,} parameters of norms and biases"] if small else []
-    weights = sum(weight.numel for weight in resolved.weights)
-    total = weights + sum(p.numel() for n, p in parameters.items() if n not in pruned)
-    frozen = sum(not p.requires_grad for p in parameters.values())
+    total = weights + sum(parameter.numel() for name, parameter in parameters.items() if name not in pruned)
     count = _num_layers(resolved.weights)
-    facts = [
+    facts = (
         f"{said.name} to sparsity {resolved.sparsity:g} in {resolved.num_iterations:,} iterations",
         f"prunes {count} layer{'' if count == 1 else 's'}, {weights:,} weights of {total:,} parameters",
         f"peak density {resolved.peak_density:.2g}",
         f"dense: {', '.join(dense) or 'none'}",
-        *([f"frozen: {frozen} parameters"] if frozen else []),
-    ]
+    )
     return " || ".join(facts)
 
 
