@@ -497,7 +497,7 @@ dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and 
     layers = {w.parameter: path for path, several in layer_weights(model).items() for w in several}
     kept = dict.fromkeys(path for name, path in layers.items() if name not in pruned and name not in frozen)
     dense = [f"{few(kept)} ({why})"] if kept else []
-    dense += [f"{few(layers[name] for name in frozen)} (frozen)"] if frozen else []
+    dense += [f"{few(frozen)} (frozen)"] if frozen else []
     others = {name: parameter for name, parameter in parameters.items() if name not in pruned | layers.keys()}
     modules = dict.fromkeys(name.rpartition(".")[0] for name, parameter in others.items() if parameter.ndim > 1)
     dense += [f"{path} ({type(model.get_submodule(path)).__name__})" for path in list(modules)[:5]]
