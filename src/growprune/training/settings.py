@@ -34,7 +34,6 @@ from growprune.plan.settings import as_names, as_seed, check_counts, check_spars
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
-from growprune.sparse.pretrained_pruning import prune_pretrained
 from growprune.sparse.stepper import unwrapped
 from growprune.storage import parse_storage
 from growprune.training.first_mask import BY_DATA, MASKS, FirstMask, signs_of_training
@@ -329,6 +328,8 @@ class Settings:
 
         # a first mask by data, which changes weights: last, when nothing can be refused any more
         if is_by_data:
+            from growprune.sparse.pretrained_pruning import prune_pretrained  # which few trainings need
+
             pruned = prune_pretrained(
                 model,
                 said.calibration,
@@ -497,7 +498,7 @@ class Resolved:
 
 
 def describe(resolved: Resolved, model: nn.Module) -> str:
-    """Describe in one line what is pruned, what stays dense and why, and how long.
+    """Describe in one line what is pruned, what stays dense and why, and how long the plan is.
 
     >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
     >>> print(describe(Settings("rigl", 0.75, iterations=10).resolve(model), model))
@@ -505,28 +506,26 @@ def describe(resolved: Resolved, model: nn.Module) -> str:
 dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and biases
     """
     said, parameters = resolved.settings, dict(model.named_parameters())
-    pruned, paths = {weight.parameter for weight in resolved.weights}, {}
-    for name in parameters:
-        paths[name] = name.rpartition(".")[0]
-    layers, by = resolved.layers, resolved.how_kept
-    kept = [path for path, weights in layers.items() if not any(weight.parameter in pruned for weight in weights)]
-    dense = [f"{few(kept)} ({by})"] if kept else []
-    others = [n for n, p in parameters.items() if n not in pruned and paths[n] not in layers]
-    matrices = {paths[n]: type(model.get_submodule(paths[n])).__name__ for n in others if parameters[n].ndim > 1}
-    dense += [f"{path} ({kind})" for path, kind in list(matrices.items())[:5]]
-    small = sum(p.numel() for n, p in parameters.items() if n not in pruned and p.ndim < 2)
-    dense += [f"{small:,} parameters of norms and biases"] if small else []
+    pruned = {weight.parameter for weight in resolved.weights}
     weights = sum(weight.numel for weight in resolved.weights)
-    total = weights + sum(p.numel() for n, p in parameters.items() if n not in pruned)
-    frozen = sum(not p.requires_grad for p in parameters.values())
+    frozen = frozen_layers(model, include=said.include, layers=resolved.layers)
+    layers = {w.parameter: path for path, several in resolved.layers.items() for w in several}
+    kept = dict.fromkeys(path for name, path in layers.items() if name not in pruned and name not in frozen)
+    dense = [f"{few(kept)} ({resolved.how_kept})"] if kept else []
+    dense += [f"{few(frozen)} (frozen)"] if frozen else []
+    others = {name: parameter for name, parameter in parameters.items() if name not in pruned | layers.keys()}
+    modules = dict.fromkeys(name.rpartition(".")[0] for name, parameter in others.items() if parameter.ndim > 1)
+    dense += [f"{path} ({type(model.get_submodule(path)).__name__})" for path in list(modules)[:5]]
+    small = sum(parameter.numel() for parameter in others.values() if parameter.ndim < 2)
+    dense += [f"{small:,} parameters of norms and biases"] if small else []
+    total = weights + sum(parameter.numel() for name, parameter in parameters.items() if name not in pruned)
     count = _num_layers(resolved.weights)
-    facts = [
+    facts = (
         f"{said.name} to sparsity {resolved.sparsity:g} in {resolved.num_iterations:,} iterations",
         f"prunes {count} layer{'' if count == 1 else 's'}, {weights:,} weights of {total:,} parameters",
         f"peak density {resolved.peak_density:.2g}",
         f"dense: {', '.join(dense) or 'none'}",
-        *([f"frozen: {frozen} parameters"] if frozen else []),
-    ]
+    )
     return " || ".join(facts)
 
 
