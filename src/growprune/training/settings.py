@@ -67,6 +67,7 @@ class Settings:
     calibration: Iterable[Any] | None = None
     lr_scaling: float | Literal["auto"] = "auto"
     seed: int = 0
+    example: Any = field(default=None, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     """The method's own options."""
 
@@ -256,7 +257,6 @@ class Settings:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         *,
         sparse: SparseModel | None = None,
-        example: Any = None,
         first: FirstMask | None = None,
         iterations: int | None = None,
         iterations_per_epoch: int | None = None,
@@ -268,7 +268,6 @@ class Settings:
         Args:
             optimizers: those of the model, if they exist by now.
             sparse: the SparseModel of the model, if there is one already. Its mask is the first one.
-            example: an input, from which output layers are found; by default the first calibration batch, if any.
             first: how the first mask is chosen, if that is known, as when a training is resumed.
             iterations: the total optimizer steps of a trainer, if a trainer owns the loop.
             iterations_per_epoch: its optimizer steps in an epoch, if known.
@@ -279,6 +278,7 @@ class Settings:
         about, allocation = said.declaration, said.resolved_allocation
 
         # which weights, in which parts
+        example = said.example
         if example is None and isinstance(said.calibration, Sequence) and said.calibration:
             example = said.calibration[0]
         layers = layer_weights(model)

@@ -55,8 +55,8 @@ def sparsify(
     calibration: Iterable[Any] | None = None,
     lr_scaling: float | Literal["auto"] = "auto",
     seed: int = 0,
-    losses: Sequence[Callable[[], Tensor]] | None = None,
     example: Any = None,
+    losses: Sequence[Callable[[], Tensor]] | None = None,
     **options: Any,
 ) -> Sparsifier:
     """Make a model sparse while your own loop trains it: each `optimizer.step()` prunes and grows when it is due.
@@ -95,7 +95,7 @@ def sparsify(
         sparse.score(by, losses or ())
 
     settings = Settings.among(locals())
-    sparsifier = Sparsifier(model, settings, optimizers, score=None if losses is None else score, example=example)
+    sparsifier = Sparsifier(model, settings, optimizers, score=None if losses is None else score)
     try:
         sparsifier.begin(optimizers)
     except GrowpruneError:
@@ -131,7 +131,6 @@ class Sparsifier:
         iterations_per_epoch: int | None = None,
         remedy: Callable[[int], str] = "iterations={}".format,
         score: Callable[[SparseModel, By], None] | None = None,
-        example: Any = None,
         resume: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the model sparse, with all weights live until `begin`. Nothing is changed if anything is refused.
@@ -142,7 +141,6 @@ class Sparsifier:
             iterations_per_epoch: its optimizer steps in an epoch.
             remedy: returns the setting of the trainer for a training of a given number of steps, for an error.
             score: computes gradients for a method whose first mask needs them, by calling `sparse.score`.
-            example: an input, from which output layers are found.
             resume: a state that will be loaded, which says what the plan was made with.
         """
         if not isinstance(model, nn.Module | SparseModel):
@@ -168,7 +166,6 @@ class Sparsifier:
             self.model,
             optimizers,
             sparse=given,
-            example=example,
             first=first,
             iterations=iterations,
             iterations_per_epoch=iterations_per_epoch,
@@ -314,8 +311,9 @@ class Sparsifier:
                 )
             check_weights(state["weights"], sparse)
             check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
-            check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
         check_masks(state["sparse"], sparse)
+        if "weights" in state:
+            check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
         first = FirstMask(*state["first"])
         cursor, lr_scaling = self.cursor, sparse.lr_scaling
         if first != self.first and self.settings.initial_mask in ("auto", *BY_DATA):
