@@ -98,17 +98,6 @@ class SparseCallback:
         figures = {} if self._figures is None else self._figures.state_dict()
         return {"sparsifier": self.sparsifier.state_dict(only_masks=True), "figures": figures}
 
-    def _check_saved(self, saved: Mapping[str, Any]) -> None:
-        """Raise unless `_state` returned this, with the same storage, in which trainers save optimizers."""
-        check_state(saved, "sparsifier", "figures")
-        check_state(saved["sparsifier"], "settings")
-        storage = saved["sparsifier"]["settings"]["storage"]
-        if storage != self.settings.storage:
-            raise GrowpruneError(
-                f"the checkpoint was saved with storage={storage!r}, but {type(self).__name__} has "
-                f"storage={self.settings.storage!r}: resume with storage={storage!r}"
-            )
-
     def _load(self, saved: Mapping[str, Any]) -> None:
         """Load what `_state` returned. A trainer loads weights and optimizers after it, so that they fit the masks."""
         self.sparsifier.load_state_dict(saved["sparsifier"])
@@ -123,6 +112,17 @@ class SparseCallback:
                 f"the training ended at step {self.cursor.iteration} of {self.cursor.num_iterations} of the plan, at "
                 f"sparsity {self.sparse.sparsity:.4g} (target {self.sparse.target_sparsity:.4g}): resume with {remedy}"
             )
+
+
+def check_saved(saved: Mapping[str, Any], settings: Settings) -> None:
+    """Raise unless the state of a Sparsifier has this storage, since a trainer saves optimizers as the storage is."""
+    check_state(saved, "settings")
+    storage = saved["settings"].get("storage")
+    if storage != settings.storage:
+        raise GrowpruneError(
+            f"the checkpoint was saved with storage={storage!r}, but this training has storage={settings.storage!r}: "
+            f"resume with storage={storage!r}"
+        )
 
 
 @contextlib.contextmanager

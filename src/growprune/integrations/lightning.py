@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
-from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if, scoring
+from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if, check_saved, scoring
 from growprune.plan import By
+from growprune.plan.settings import check_state
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import rng_state, set_rng_state
 from growprune.training.sparsifier import Sparsifier
@@ -81,7 +82,8 @@ class GrowPrune(SparseCallback, Callback):
             return
         if self._sparsifier is None and not is_fitting:
             return
-        self._check_saved(state)
+        check_state(state, "sparsifier", "figures", "rng")
+        check_saved(state["sparsifier"], self.settings)
         if self._sparsifier is None:
             self._sparsifier = self._make(trainer, pl_module, resume=state["sparsifier"])
         self._load(state)

@@ -21,7 +21,7 @@ from torch import distributed
 from torch.optim.lr_scheduler import LambdaLR
 
 from growprune.errors import GrowpruneError
-from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if
+from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if, check_saved
 from growprune.integrations.checkpoint_folders import last_checkpoint, left_out, read_state, write_state
 from growprune.plan.settings import check_state
 from growprune.training.sparsifier import Sparsifier
@@ -74,8 +74,8 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         """Load our state. The Trainer loads weights and creates or loads its optimizer after it, so that they fit."""
         self.is_training = False  # an interrupted training does not continue from where it was
         saved = read_state(Path(folder), MISSING)
-        check_state(saved, "left_out")
-        self._check_saved(saved)
+        check_state(saved, "sparsifier", "figures", "left_out")
+        check_saved(saved["sparsifier"], self.settings)
         if self._sparsifier is None:
             self._sparsifier = self._make(trainer, trainer.model, resume=saved["sparsifier"])
         self._load(saved)
