@@ -467,7 +467,7 @@ def test_a_fit_that_stopped_goes_on_in_the_same_trainer_and_is_refused_in_anothe
     fit(tmp_path, callback, module)
     trainer = module.trainer
     assert callback.cursor.iteration == 6
-    with pytest.raises(GrowpruneError, match="is at step 6 of 18 of its plan, but the Trainer is at step 0: resume"):
+    with pytest.raises(GrowpruneError, match="is at step 6 of 18, but the Trainer is at step 0: resume"):
         fit(tmp_path, callback, module)
     trainer.should_stop = False
     trainer.fit(module, Loader(), Loader(1))

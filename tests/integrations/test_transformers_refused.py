@@ -166,7 +166,7 @@ def test_a_checkpoint_without_our_state_is_named(tmp_path: Path) -> None:
         ({"method": "set"}, {}, "method='rigl', but this Sparsifier has method='set': resume with"),
         ({"every": 3}, {}, "belongs to another plan of rigl"),
         ({"keep_dense": []}, {}, "belongs to another plan of rigl"),
-        ({}, {"max_steps": 9}, r"a training of 8 optimizer steps, but the Trainer makes 9: set .*max_steps=8"),
+        ({}, {"max_steps": 9}, r"has 8 optimizer steps, but the Trainer makes 9: set .*max_steps=8"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(

@@ -93,6 +93,27 @@ class SparseCallback:
                 self._sparsifier = None
             raise
 
+    def _check_place(self, total: int, step: int, remedy: Callable[[int], str]) -> None:
+        """Raise unless the trainer goes on where the plan stands.
+
+        Args:
+            total, step: the optimizer steps that the trainer makes, and those that it has made.
+            remedy: returns the setting of the trainer for a training of a given number of steps.
+        """
+        steps, done = self.sparsifier.lengths[0], self.cursor.iteration
+        if self.cursor.is_over or steps is None:
+            return
+        if total != steps:
+            raise GrowpruneError(
+                f"the plan has {steps} optimizer steps, but the Trainer makes {total}: set {remedy(steps)}, as when "
+                f"the plan began"
+            )
+        if done > step:
+            raise GrowpruneError(
+                f"the plan is at step {done} of {steps}, but the Trainer is at step {step}: resume from a checkpoint, "
+                f"or use a new model and a new {type(self).__name__}"
+            )
+
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as plain values and tensors."""
         figures = {} if self._figures is None else self._figures.state_dict()

@@ -105,8 +105,7 @@ class GrowPrune(SparseCallback, Callback):
         if self._sparsifier is None:
             lengths = {"iterations": total, "iterations_per_epoch": per_epoch}
             self._sparsifier = self._make(trainer, pl_module, *trainer.optimizers, **lengths)
-        elif not self.cursor.is_over:
-            self._check_place(trainer, total)
+        self._check_place(total, trainer.global_step, functools.partial(of_trainer.remedy, trainer, per_epoch))
         with self._plain_if_refused():
             self._schedules.check(self.cursor)
             self._copies.check(self.sparse, of_trainer.callbacks_of(trainer))
@@ -124,20 +123,6 @@ class GrowPrune(SparseCallback, Callback):
         return Sparsifier(
             pl_module, self.settings, optimizers, remedy=remedy, score=functools.partial(self._score, trainer), **how
         )
-
-    def _check_place(self, trainer: Trainer, total: int) -> None:
-        """Raise unless the Trainer goes on where the plan stands."""
-        (steps, per_epoch), done = self.sparsifier.lengths, self.cursor.iteration
-        if steps is not None and total != steps:
-            raise GrowpruneError(
-                f"the plan has {steps} optimizer steps, but the Trainer makes {total}: set "
-                f"{of_trainer.remedy(trainer, per_epoch, steps)}, as when the plan began"
-            )
-        if trainer.global_step == 0 < done:
-            raise GrowpruneError(
-                f"GrowPrune is at step {done} of {total} of its plan, but the Trainer is at step 0: resume with "
-                f"fit(ckpt_path=...), or use a new module and a new GrowPrune"
-            )
 
     @property
     def _scores_first(self) -> bool:

@@ -89,34 +89,45 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the model sparse and begin its plan, or resume it."""
-        trainer, model, loader = calling_trainer(), kwargs["model"], kwargs["train_dataloader"]
+        trainer, model, optimizer = calling_trainer(), kwargs["model"], kwargs["optimizer"]
         self._take_part(trainer)
-        if (count := sum(isinstance(c, GrowPruneCallback) for c in trainer.callback_handler.callbacks)) > 1:
+        callbacks = self._others = trainer.callback_handler.callbacks
+        if (count := sum(isinstance(c, GrowPruneCallback) for c in callbacks)) > 1:
             raise GrowpruneError(
                 f"the Trainer has {count} GrowPruneCallbacks, but a model follows one plan: keep one of them"
             )
+        per_epoch = of_trainer.steps_per_epoch(args, loader := kwargs["train_dataloader"])
         if self._sparsifier is None and state.global_step > 0:
             raise GrowpruneError(
                 "GrowPruneCallback was added after the Trainer was made, so it cannot resume a checkpoint: pass it as "
                 "Trainer(callbacks=[...])"
             )
         if self._sparsifier is None:
-            steps, per_epoch = state.max_steps, of_trainer.steps_per_epoch(args, loader)
-            lengths = {"iterations": steps, "iterations_per_epoch": per_epoch}
-            self._sparsifier = self._make(trainer, model, kwargs["optimizer"], loader=loader, **lengths)
-        self._others = trainer.callback_handler.callbacks
+            lengths = {"iterations": state.max_steps, "iterations_per_epoch": per_epoch}
+            self._sparsifier = self._make(trainer, model, optimizer, loader=loader, **lengths)
+        if self.sparse.model is not model:
+            raise GrowpruneError("this GrowPruneCallback belongs to another model: make a new one for each model")
+        is_restarting = not self.cursor.is_over and of_trainer.has_restarts(self.cursor)
         with self._plain_if_refused():
-            self._check_place(trainer, model)
-            self._copies.check(self.sparse, self._others)
-            self.sparsifier.begin([kwargs["optimizer"]])
-        if not self.cursor.is_over and of_trainer.has_restarts(self.cursor):
+            self._check_place(state.max_steps, state.global_step, functools.partial(of_trainer.remedy, args, per_epoch))
+            if is_restarting and not (type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler):
+                raise GrowpruneError(
+                    f"each phase of {self.settings.name} restarts the learning-rate schedule, which only works with "
+                    f"the schedules of TrainingArguments, not your own: give GrowPruneCallback restart=False"
+                )
+            self._copies.check(self.sparse, callbacks)
+            self.sparsifier.begin([optimizer])
+        if is_restarting:
             of_trainer.restart_rates(args, trainer.lr_scheduler, self.cursor)
         if state.global_step == 0:  # else the checkpoint has what was read last
             self._figures = Figures(self.cursor, by_weight=self._log_layers)
         for stopping in self._stopping():
             call_only_if(lambda: self.sparse.is_at_target, stopping, "on_evaluate")
-        _place(trainer, self)
-        self._copies.follow(self.sparse, self._others)
+        # the first, so that loggers get what it adds, and our `_Last` at the end
+        others = [other for other in callbacks if other is not self and not isinstance(other, _Last)]
+        callbacks[:] = [self, *others, _Last(self, trainer)]
+        state.stateful_callbacks.setdefault(_Last.__name__, {})
+        self._copies.follow(self.sparse, callbacks)
         self.is_training = True
 
     def _make(self, trainer: Any, model: Any, *optimizers: Any, loader: Any = None, **how: Any) -> Sparsifier:
@@ -124,30 +135,6 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         remedy = functools.partial(of_trainer.remedy, trainer.args, per_epoch)
         score = functools.partial(of_trainer.score, trainer, loader)
         return Sparsifier(model, self.settings, optimizers, remedy=remedy, score=score, **how)
-
-    def _check_place(self, trainer: Any, model: Any) -> None:
-        """Raise unless the Trainer goes on where the plan stands."""
-        steps, done = self.sparsifier.lengths[0], self.cursor.iteration
-        if self.sparse.model is not model:
-            raise GrowpruneError("this GrowPruneCallback belongs to another model: make a new one for each model")
-        if self.cursor.is_over:
-            return
-        if steps != trainer.state.max_steps:
-            raise GrowpruneError(
-                f"the plan was made for a training of {steps} optimizer steps, but the Trainer makes "
-                f"{trainer.state.max_steps}: set TrainingArguments(max_steps={steps})"
-            )
-        if done > trainer.state.global_step:
-            raise GrowpruneError(
-                f"the plan is at step {done} of {steps}: resume with train(resume_from_checkpoint=True), or make a new "
-                f"model and a new GrowPruneCallback"
-            )
-        is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
-        if of_trainer.has_restarts(self.cursor) and not is_ours:
-            raise GrowpruneError(
-                f"each phase of {self.settings.name} restarts the learning-rate schedule, which only works with the "
-                f"schedules of TrainingArguments, not your own: give GrowPruneCallback restart=False"
-            )
 
     def _stopping(self) -> list[EarlyStoppingCallback]:
         return [other for other in self._others if isinstance(other, EarlyStoppingCallback)]
@@ -217,11 +204,3 @@ class _Last(TrainerCallback, ExportableState):
             if (control.should_save or control.should_training_stop) and folder.is_dir():
                 self._callback.save(folder)
         return {"args": {}, "attributes": {}}
-
-
-def _place(trainer: Any, callback: GrowPruneCallback) -> None:
-    """Let the callback be the first, so that loggers get what it adds, and have its `_Last` at the end."""
-    callbacks = trainer.callback_handler.callbacks
-    others = [other for other in callbacks if other is not callback and not isinstance(other, _Last)]
-    callbacks[:] = [callback, *others, _Last(callback, trainer)]
-    trainer.state.stateful_callbacks.setdefault(_Last.__name__, {})
