@@ -446,6 +446,18 @@ def test_the_density_of_layers_is_logged_before_other_callbacks_look(tmp_path: P
 # A second fit, and what is refused
 
 
+def test_the_methods_of_the_module_and_of_callbacks_are_their_own_again_after_the_training(tmp_path: Path) -> None:
+    class Noting(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            assert "on_load_checkpoint" not in vars(pl_module)  # so that the module can be pickled
+
+    saving = ModelCheckpoint(tmp_path, monitor="val_loss")
+    module = fit(tmp_path, GrowPrune(sparsity=0.9, parts=2), callbacks=[saving, Noting()])
+    assert "on_load_checkpoint" not in vars(module) and "check_monitor_top_k" not in vars(saving)
+    module.trainer.validate(module, Loader(), verbose=False)
+    assert "on_load_checkpoint" not in vars(module)
+
+
 def test_a_second_fit_goes_on_at_the_target(tmp_path: Path) -> None:
     for storage in ("masked", "compact"):
         callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, storage=storage, every=2)

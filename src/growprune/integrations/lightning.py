@@ -117,6 +117,7 @@ class GrowPrune(SparseCallback, Callback):
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
             self._restore_random_numbers(trainer)  # the loader's iterator, made again, drew one
         self._loaded = None
+        vars(pl_module).pop("on_load_checkpoint", None)  # it would not be pickled
 
     def _make(self, trainer: Trainer, pl_module: LightningModule, *optimizers: Any, **how: Any) -> Sparsifier:
         remedy = functools.partial(of_trainer.remedy, trainer, how.get("iterations_per_epoch"))
