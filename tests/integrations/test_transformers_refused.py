@@ -128,11 +128,15 @@ def test_a_schedule_of_ones_own_is_not_restarted(tmp_path: Path) -> None:
             trainer.train()
 
 
-def test_a_callback_is_for_one_model(tmp_path: Path) -> None:
-    _, callback = train(tmp_path, "bert")
+@pytest.mark.parametrize("checkpoint", [None, "checkpoint-3"])
+def test_a_callback_is_for_one_model(checkpoint: str | None, tmp_path: Path) -> None:
+    _, callback = train(tmp_path, "bert", args=SAVING)
+    before = callback.sparse.masks
     other = make_trainer(tmp_path, make_model("bert", seed=1), make_data("bert"), callback)
     with pytest.raises(GrowpruneError, match="belongs to another model: make a new one for each model"):
-        other.train()
+        other.train(resume_from_checkpoint=checkpoint and str(tmp_path / checkpoint))
+    assert callback.cursor.is_over
+    assert all(torch.equal(mask, before[name]) for name, mask in callback.sparse.masks.items())
 
 
 def test_two_callbacks_are_refused_before_any_weight_is_lost(tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ class GrowPrune(SparseCallback, Callback):
         return self.cursor.position < 0 and self.cursor.schedule[0].phase.needs_gradients
 
     def _begin(self, trainer: Trainer) -> None:
-        self.sparsifier.begin(of_trainer.clock_last(trainer, self.sparse))
+        # the last optimizer that trains prunable weights advances the plan
+        self.sparsifier.begin(sorted(trainer.optimizers, key=lambda one: bool(self.sparse.trained_by(one))))
         if self._figures is None or self._loaded is None:
             self._figures = Figures(self.cursor, by_weight=self._log_layers)
         self._position = self.cursor.position  # whose schedule has just begun, or was loaded

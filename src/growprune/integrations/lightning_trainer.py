@@ -10,12 +10,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from growprune.errors import GrowpruneError
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.model import SparseModel
 from growprune.training.settings import Settings
 
 
@@ -94,18 +92,12 @@ def place_first(trainer: Any, callback: Callback) -> None:
 
 
 def judging(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
-    """The methods by which callbacks judge a model: those that keep the best, and those that stop the training."""
+    """Yield the methods by which callbacks judge a model: those that keep the best, and those that stop the training."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
             yield callback, "check_monitor_top_k"
         if isinstance(callback, EarlyStopping):
             yield from ((callback, method) for method in ("on_train_epoch_end", "on_validation_end"))
-
-
-def clock_last(trainer: Trainer, sparse: SparseModel) -> list[Optimizer]:
-    """Return the optimizers, of which the last that trains prunable weights stands last: it advances the plan."""
-    clock = [optimizer for optimizer in trainer.optimizers if sparse.trained_by(optimizer)][-1]
-    return [*(optimizer for optimizer in trainer.optimizers if optimizer is not clock), clock]
 
 
 class Schedules:

@@ -72,6 +72,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
 
     def _resume(self, trainer: Any, folder: str | Path, *_: Any, **__: Any) -> None:
         """Load our state. The Trainer loads weights and creates or loads its optimizer after it, so that they fit."""
+        self._check_model(trainer.model)
         self.is_training = False  # an interrupted training does not continue from where it was
         saved = read_state(Path(folder), MISSING)
         check_state(saved, "sparsifier", "figures", "left_out")
@@ -91,6 +92,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         """Make the model sparse and begin its plan, or resume it."""
         trainer, model, optimizer = calling_trainer(), kwargs["model"], kwargs["optimizer"]
         self._take_part(trainer)
+        self._check_model(model)
         callbacks = self._others = trainer.callback_handler.callbacks
         if (count := sum(isinstance(c, GrowPruneCallback) for c in callbacks)) > 1:
             raise GrowpruneError(
@@ -105,8 +107,6 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         if self._sparsifier is None:
             lengths = {"iterations": state.max_steps, "iterations_per_epoch": per_epoch}
             self._sparsifier = self._make(trainer, model, optimizer, loader=loader, **lengths)
-        if self.sparse.model is not model:
-            raise GrowpruneError("this GrowPruneCallback belongs to another model: make a new one for each model")
         is_restarting = not self.cursor.is_over and of_trainer.has_restarts(self.cursor)
         with self._plain_if_refused():
             self._check_place(state.max_steps, state.global_step, functools.partial(of_trainer.remedy, args, per_epoch))
@@ -129,6 +129,10 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         state.stateful_callbacks.setdefault(_Last.__name__, {})
         self._copies.follow(self.sparse, callbacks)
         self.is_training = True
+
+    def _check_model(self, model: Any) -> None:
+        if self._sparsifier is not None and self.sparse.model is not model:
+            raise GrowpruneError("this GrowPruneCallback belongs to another model: make a new one for each model")
 
     def _make(self, trainer: Any, model: Any, *optimizers: Any, loader: Any = None, **how: Any) -> Sparsifier:
         per_epoch = how.get("iterations_per_epoch")
