@@ -16,7 +16,7 @@ from growprune.plan import By, Edit, Parts, Phase, grow, method, prune
 from growprune.recipes.classification import cifar10 as cifar10_study
 
 
-@method
+@method(seed="seed")
 def rising(
     S: Parts,
     *,

@@ -22,7 +22,7 @@ from growprune.plan import Parts
 from growprune.sparse.cursor import Cursor
 
 
-@gp.method
+@gp.method(seed="seed")
 def rising(
     S: Parts,
     *,

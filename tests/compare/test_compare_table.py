@@ -22,7 +22,7 @@ TOY = f"{TOY_FILE}:cyclic"
 OWN = """
 from growprune import Phase, method, prune
 
-@method
+@method(length="epochs")
 def own(S, *, epochs):
     "A half, whatever one wants."
     yield Phase(prune(S.whole, to=0.5), epochs=epochs)

@@ -70,7 +70,7 @@ def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
     model = recipe.task.build_model()
     names = {part.name: part.tensors for part in recipe.parts.cut(model, keep_dense=recipe.keep_dense)}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    weights = {w.parameter for w in recipe.sparse_model(model).weights}
+    weights = {w.parameter for w in recipe.resolve(model).make_sparse(model).weights}
     for rank, log in enumerate(("log.jsonl", "log-1.jsonl")):
         events = [json.loads(line) for line in (tmp_path / "run" / log).read_text().splitlines()]
         received = [event["bytes_received"] for event in events if event["event"] == "combined"]

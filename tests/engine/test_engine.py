@@ -128,7 +128,8 @@ def learning_rates(recipe: Recipe) -> list[list[float]]:
     model = recipe.task.build_model()
     plan = recipe.plan(model)
     schedule, per_epoch = list(walk(plan)), recipe.task.num_batches()
-    training = Training(recipe, schedule, recipe.sparse_model(model), torch.device("cpu"), Mesh(plan, 1), per_epoch)
+    sparse = recipe.resolve(model).make_sparse(model)
+    training = Training(recipe, schedule, sparse, torch.device("cpu"), Mesh(plan, 1), per_epoch)
     return [
         [round(training.learning_rate(s, epoch * per_epoch), 4) for epoch in range(s.phase.epochs)] for s in schedule
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +29,8 @@ def note_masks(recipe: Recipe, folder: Path, stop_after: int) -> None:
     """Train, or resume, and note the masks after each edit."""
     countdown, apply = iter(range(stop_after)), SparseModel.apply
 
-    def noting(own: SparseModel, edits: Sequence[Edit]) -> None:
-        apply(own, edits)
+    def noting(own: SparseModel, *edits: Edit) -> None:
+        apply(own, *edits)
         with (folder.parent / f"{folder.name}-{os.environ['RANK']}").open("a") as notes:
             notes.write(digest(own) + "\n")
 
@@ -48,7 +47,8 @@ def train_on_two(recipe: Recipe, folder: Path, stop_after: int = 1000) -> None:
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_rigl_on_two_replicas_has_one_mask_at_every_edit_and_resumes_exactly(storage: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    recipe = replace(plain(), method=methods.rigl, options={"iterations": 40, "every": 5}, storage=storage)
+    options = {"iterations": 40, "every": 5}
+    recipe = replace(plain(), method=methods.rigl, options=options, allocation="uniform", storage=storage)
     engine.train(recipe, tmp_path / "one")
     train_on_two(recipe, tmp_path / "two")
     noted = [(tmp_path / f"two-{rank}").read_text().split() for rank in range(2)]

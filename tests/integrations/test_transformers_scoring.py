@@ -12,7 +12,7 @@ from transformers_cases import assert_same_bits, make_data, make_model, make_tra
 
 from growprune import By, SparseModel
 from growprune.integrations.transformers import GrowPruneCallback
-from growprune.masks.heads import heads
+from growprune.masks.heads import output_layers
 
 
 class Noting(hf.Trainer):
@@ -44,7 +44,7 @@ def test_they_look_at_the_batches_of_the_first_step(method: str, tmp_path: Path)
     make_trainer(tmp_path, model, data, callback, **args).train()  # each step has all of the data
 
     by_hand.set_attn_implementation("eager")
-    expected = SparseModel(by_hand, sparsity=0.75, allocation="global", keep_dense=heads(by_hand))
+    expected = SparseModel(by_hand, sparsity=0.75, allocation="global", keep_dense=output_layers(by_hand)[0])
     words = torch.stack([row["input_ids"] for row in data])
     expected.score(By(method), [lambda: by_hand(input_ids=words, labels=words).loss])
     expected.prune(by=By(method))

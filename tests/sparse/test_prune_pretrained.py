@@ -340,3 +340,16 @@ def test_by_layer_wanda_gives_rows_what_they_are_worth() -> None:
     assert by_layer.masks["weight"].int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 1]]
     by_row = gp.prune_pretrained(layer, [x], by="wanda")
     assert by_row.masks["weight"].int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 1]]
+
+
+def test_both_heads_stay_dense() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classes, self.body, self.boxes = nn.Linear(8, 2), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"classes": self.classes(self.body(x)), "boxes": self.boxes(self.body(x))}
+
+    sparse = gp.prune_pretrained(TwoHeads(), [torch.randn(16, 8)], by="wanda")
+    assert [weight.name for weight in sparse.weights] == ["body.weight"]

@@ -128,7 +128,7 @@ def test_a_model_on_the_meta_device() -> None:
         ({"ranked": "column"}, "ranked must be one of row, layer, got 'column'"),
         ({"unreached": "skip"}, "unreached must be one of error, magnitude, got 'skip'"),
         ({"allocation": "global"}, "allocation='global' ranks all layers together, but by='sparsegpt'"),
-        ({"allocation": "fair"}, "allocation must be one of uniform, erk, global, got 'fair'"),
+        ({"allocation": "fair"}, "allocation must be one of uniform, erk, global, global_no_floor, got 'fair'"),
         ({"sparsity": 50}, "sparsity"),
         ({"pattern": "2:4", "sparsity": 0.3}, "sparsity must be >= 0.5 for pattern 2:4 .*, got 0.3"),
         ({"keep_dense": ["nothing"]}, "keep_dense has 'nothing', which matches no parameter"),

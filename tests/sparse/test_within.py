@@ -23,7 +23,7 @@ def four_layers(*scales: float, **options: object) -> gp.SparseModel:
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in scales))
     for layer, scale in zip(model, scales, strict=True):
         layer.weight.data.uniform_(0.5 * scale, scale)
-    return gp.SparseModel(model, **{"sparsity": 0.9, "allocation": "global", **options})  # type: ignore[arg-type]
+    return gp.SparseModel(model, **{"sparsity": 0.9, "allocation": "global_no_floor", **options})  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def test_a_part_that_fits_becomes_dense_and_one_without_room_stays_as_it_is() ->
     peak=st.sampled_from([0.45, 0.6, 0.8]),
     storage=st.sampled_from(["masked", "compact"]),
     pattern=st.sampled_from(["unstructured", "1x5"]),
-    allocation=st.sampled_from(["global", "uniform", "erk"]),
+    allocation=st.sampled_from(["global_no_floor", "uniform", "erk"]),
 )
 def test_no_more_than_the_peak_ever_lives_whatever_the_ranking_says(
     scales: list[float], peak: float, storage: str, pattern: str, allocation: str

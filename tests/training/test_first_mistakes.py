@@ -82,7 +82,7 @@ def test_frozen_weights_need_no_optimizer() -> None:
     model = small_net()
     model[0].requires_grad_(requires_grad=False)
     sparsifier = gp.sparsify(model, adamw(model[3:].parameters()), sparsity=0.75, iterations=8)
-    assert "0.weight" in sparsifier.sparse.masks
+    assert "0.weight" not in sparsifier.sparse.masks
 
 
 # Models that others hold
@@ -211,3 +211,14 @@ def test_settings_of_a_model_that_was_built_sparse_are_said_once() -> None:
         gp.sparsify(sparse, optimizer, "cyclic_gap", sparsity=0.75, iterations=8, seed=3)
     with pytest.raises(gp.GrowpruneError, match="gmp cannot start from a SparseModel"):
         gp.sparsify(sparse, optimizer, "gmp", sparsity=0.75, iterations=8)
+
+
+@pytest.mark.parametrize("method", ["gradual_gap", "gmp", "static_random"])
+def test_model_on_the_meta_device_is_refused(method: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    with pytest.raises(gp.GrowpruneError, match=r"0\.weight is on the meta device and has no values"):
+        _, optimizer = begun(model, method=method)
+        for _ in range(8):
+            model(torch.zeros(2, 16, device="meta")).sum().backward()
+            optimizer.step()

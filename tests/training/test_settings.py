@@ -12,11 +12,11 @@ from toy import Toy, cyclic
 
 from growprune import Cursor, GrowpruneError, Partition, contiguous
 from growprune.compare.budget import spend
-from growprune.masks.heads import heads
+from growprune.masks.heads import output_layers
 from growprune.methods import METHODS
 from growprune.plan import declaration_of
 from growprune.training.first_mask import FirstMask
-from growprune.training.settings import Settings
+from growprune.training.settings import Settings, describe
 
 RANDOM = FirstMask("random")
 FOUR = Partition.contiguous(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), 4)
@@ -89,8 +89,8 @@ def test_parts_are_those_of_the_method_or_those_that_are_asked_for(parts: Any, s
 
 
 def test_the_last_layer_of_a_model_stays_dense() -> None:
-    assert heads(make_model()) == ("7",)
-    assert heads(nn.Sequential(nn.Linear(4, 4))) == ()  # there would be nothing left
+    assert output_layers(make_model())[0] == ("7",)
+    assert output_layers(nn.Sequential(nn.Linear(4, 4)))[0] == ()  # there would be nothing left
 
 
 @pytest.mark.parametrize(("name", "least"), [("steps", 0), ("epochs", 1), ("finetune", 0)])
@@ -109,3 +109,22 @@ def test_stairs_that_are_one_number_are_named() -> None:
 def test_a_method_that_draws_has_the_seed_of_the_training() -> None:
     plans = [asked("random_gap", seed=seed).plan_over(FOUR, RANDOM, iterations=120)[0] for seed in (0, 3)]
     assert [plan.options["seed"] for plan in plans] == [0, 3]
+
+
+def test_the_line_at_the_start_says_what_is_pruned_and_what_is_not() -> None:
+    """8 layers of 64 weights: one is frozen, and the last is the output."""
+    model = make_model()
+    model[1].requires_grad_(False)
+    line = describe(asked("rigl", iterations=60).resolve(model), model)
+    assert "60 iterations" in line
+    assert "prunes 6 layers, 384 weights of 576 parameters" in line
+    assert "peak density 0.25 " in line
+    assert "7 (the layer registered last), 1.weight (frozen), 64 parameters of norms and biases" in line
+
+
+@pytest.mark.parametrize(
+    ("method", "peak"), [("gmp", 1.0), ("rigl", 0.25), ("cyclic_gap", 0.25 + 0.75 * 128 / 448), ("dense", 1.0)]
+)
+def test_the_peak_density_of_a_plan(method: str, peak: float) -> None:
+    """The largest of four parts has 2 of 7 layers."""
+    assert asked(method).resolve(make_model(), iterations=60).peak_density == pytest.approx(peak)

@@ -66,9 +66,11 @@ def test_three_lines_do_what_the_objects_below_do(name: str) -> None:
         keep_dense=keep_dense,
         rescale=True,
     )
-    kind = getattr(gp.Partition, method.partition)
+    kind = getattr(gp.Partition, declaration_of(method).partition)
     parts = (
-        kind(model, keep_dense=keep_dense) if method.partition == "per_layer" else kind(model, 2, keep_dense=keep_dense)
+        kind(model, keep_dense=keep_dense)
+        if declaration_of(method).partition == "per_layer"
+        else kind(model, 2, keep_dense=keep_dense)
     )
     cursor = Cursor(sparse, method(parts, **ours.plan.options), iterations_per_epoch=1)
     if "losses" in arguments_of(name, model):
@@ -349,6 +351,19 @@ def test_a_resumed_loop_begins_with_the_first_mask_of_its_state() -> None:
     check_same_bits(dict(first.model.state_dict()), dict(second.model.state_dict()))
 
 
+def test_frozen_layers_stay_as_they_are_unless_included() -> None:
+    for include, expected in (([], [144, 36, 24]), (["0*"], [36, 36, 24])):
+        model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 2))
+        model[0].requires_grad_(False)
+        before = model[0].weight.clone()
+        optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+        sparsify(model, optimizer, "static_random", sparsity=0.75, iterations=4, allocation="uniform", include=include)
+        assert [int(layer.weight.count_nonzero()) for layer in model] == expected
+        assert torch.equal(model[0].weight, before) is not bool(include)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 2)).requires_grad_(False)
+    assert gp.prune_pretrained(model, by="magnitude").num_alive == 72  # a request, so frozen weights are pruned
+
+
 # Lengths
 
 
@@ -494,7 +509,9 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_a_state_that_is_none_is_refused() -> None:
     sparsifier, _ = begun("gradual_gap")
-    with pytest.raises(gp.GrowpruneError, match="the state dict lacks arguments"):
+    with pytest.raises(
+        gp.GrowpruneError, match="the state dict lacks cursor, first, lengths, settings, sparse, version"
+    ):
         sparsifier.load_state_dict({})
 
 

@@ -114,7 +114,7 @@ def num_epochs(recipe: Recipe, iterations_per_epoch: int) -> float:
 def _parts_of(recipe: Recipe) -> Partition:
     with torch.device("meta"):
         model = recipe.task.build_model()
-    return recipe.settings.cut(model, recipe.settings.kept_dense(model))
+    return recipe.settings.cut(model, recipe.settings.kept_dense(model)[0])
 
 
 def cut_as_usual(recipe: Recipe) -> Recipe:

@@ -80,7 +80,7 @@ def size_of(recipe: Recipe, task: Task) -> Size:
     model = replace(recipe, task=task).shapes()
     with torch.device("meta" if task.initialises_modules else "cpu"):
         example = task.example()
-    sparse = SparseModel(model, sparsity=0.0, keep_dense=recipe.settings.kept_dense(model), include=recipe.include)
+    sparse = SparseModel(model, sparsity=0.0, keep_dense=recipe.settings.kept_dense(model)[0], include=recipe.include)
     return Size(sparse.num_prunable, count_flops(model, example), tuple(weight.name for weight in sparse.weights))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ Names = Mapping[str, Kind]
 """Required names and types of a file. Dots name nested values, `*` is every item, and names with `?` are optional."""
 
 NUMBER = (int, float)
-_MISSING: Any = object()
 
 
 def read(path: Path, names: Names, remedy: str) -> dict[str, Any]:
@@ -48,9 +47,22 @@ def fault(content: Any, names: Names) -> str:
     ("its epoch is 'one'", '')
     """
     for name, kind in names.items():
-        for value in _find(content, name):
-            if value is _MISSING:
-                return f"it has no {name.replace('?', '')}"
+        found = [content]
+        for key in name.split("."):  # go down, to all that match
+            inside: list[Any] = []
+            for value in found:
+                if key == "*" and isinstance(value, dict):
+                    inside += value.values()
+                elif key == "*" and isinstance(value, list | tuple):
+                    inside += value
+                elif isinstance(value, dict) and value.get(key.removesuffix("?")) is not None:
+                    inside.append(value[key.removesuffix("?")])
+                elif isinstance(value, dict) and key in value:
+                    inside.append(None)
+                elif not key.endswith("?"):
+                    return f"it has no {name.replace('?', '')}"
+            found = inside
+        for value in found:
             if not _is_of(value, kind):
                 return f"its {name.replace('?', '')} is {shorten(repr(value), 100)}"
     return ""
@@ -63,25 +75,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _find(content: Any, name: str) -> Iterator[Any]:
-    """Find every value that matches a name, or `_MISSING`."""
-    if not name:
-        yield content
-        return
-    key, _, rest = name.partition(".")
-    inside = content if isinstance(content, dict) else {}
-    items: list[Any]
-    if key == "*":
-        is_listed = isinstance(content, list | tuple)
-        items = [*inside.values()] if inside is content else [*content] if is_listed else [_MISSING]
-    elif key.endswith("?"):
-        items = [] if inside.get(key[:-1]) is None else [inside[key[:-1]]]
-    else:
-        items = [inside.get(key, _MISSING)]
-    for item in items:
-        yield from _find(item, rest)
 
 
 def _is_of(value: Any, kind: Kind) -> bool:

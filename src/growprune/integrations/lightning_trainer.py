@@ -92,7 +92,7 @@ def place_first(trainer: Any, callback: Callback) -> None:
 
 
 def judging(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
-    """Yield the methods by which callbacks judge a model: those that keep the best, and those that stop the training."""
+    """Yield the methods by which callbacks judge a model: to keep the best, or to stop the training."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
             yield callback, "check_monitor_top_k"

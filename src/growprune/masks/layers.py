@@ -11,6 +11,7 @@ Standard library only: models are read by their attributes, so that partitions a
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import operator
 import re
@@ -45,7 +46,7 @@ class Weight:
     transposed: bool = False
     """True if it is stored as (in, out, ...), as in transposed convolutions."""
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -59,6 +60,9 @@ class Weight:
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """The shapes of a module's own parameters that have two dimensions or more, by their local names."""
+
+Layers: TypeAlias = Mapping[str, Sequence[Weight]]
+"""The layers of a model with their weights, by path."""
 
 Layer: TypeAlias = Callable[[Any, Shapes], Sequence[Weight]]
 """A kind of layer: a function that returns the weights of a module, with local names; none for other kinds."""
@@ -230,10 +234,15 @@ def dense_shape(module: Any, local: str) -> tuple[int, ...]:
 
 def own_weights(module: Any) -> Sequence[Weight]:
     """Return the weights of a module, with local names; none if it is not a layer."""
-    named = ((name, dense_shape(module, name)) for name, _ in module.named_parameters(recurse=False))
-    shapes = {name: shape for name, shape in named if len(shape) >= 2}
-    found = (layer(module, shapes) for layer in LAYERS.values()) if shapes else ()
-    return next((weights for weights in found if weights), ())
+    compact: dict[str, tuple[int, ...]] = getattr(module, DENSE_SHAPES, {})
+    shapes = {}
+    for name, parameter in module._parameters.items():  # named_parameters is slow
+        if parameter is not None and len(shape := compact.get(name) or tuple(parameter.shape)) >= 2:
+            shapes[name] = shape
+    for layer in LAYERS.values() if shapes else ():
+        if weights := layer(module, shapes):
+            return weights
+    return ()
 
 
 def is_adapter(module: Any) -> bool:
@@ -258,25 +267,39 @@ def layer_weights(model: Any) -> dict[str, list[Weight]]:
         >>> [w.name for ws in layer_weights(torch.nn.MultiheadAttention(4, 2)).values() for w in ws]
         ['in_proj_weight[q]', 'in_proj_weight[k]', 'in_proj_weight[v]', 'out_proj.weight']
     """
-    seen = _used_otherwise(model) | adapter_parameters(model)
-    layers: dict[str, list[Weight]] = {}
+    found: list[tuple[str, Any, Sequence[Weight]]] = []
+    seen = adapter_parameters(model)
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        new = [w for w in own_weights(module) if id(own[w.parameter]) not in seen and w.numel]
+        weights = own_weights(module)
+        names = {weight.parameter for weight in weights}
+        # what also belongs to a module that is no layer stays dense, as a tied embedding does
+        seen |= {id(p) for name, p in module._parameters.items() if p is not None and name not in names}
+        if weights:
+            found.append((path, module, weights))
+    layers: dict[str, list[Weight]] = {}
+    for path, module, weights in found:
+        own = module._parameters
+        new = [w for w in weights if id(own[w.parameter]) not in seen and w.numel]
         if new:
             seen |= {id(own[w.parameter]) for w in new}
-            layers[path] = [replace(w, name=_join(path, w.name), parameter=_join(path, w.parameter)) for w in new]
+            before = f"{path}." if path else ""
+            layers[path] = [replace(w, name=before + w.name, parameter=before + w.parameter) for w in new]
     return layers
 
 
-def prunable_weights(model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> tuple[Weight, ...]:
+def prunable_weights(
+    model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
+) -> tuple[Weight, ...]:
     """Return the weights that may become sparse: those of layers, without `keep_dense`, plus those in `include`.
 
     Both take names of modules or parameters, or globs; one that matches nothing is an error. A parameter that is not
     part of a known layer is read as (out, in, ...). Parameters with fewer than two dimensions are never pruned.
+
+    Args:
+        layers: what `layer_weights` returns, if it is known.
     """
     keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
-    weights = [w for ws in layer_weights(model).values() for w in ws]
+    weights = [w for ws in (layer_weights(model) if layers is None else layers).values() for w in ws]
     weights += _included(model, include, {w.parameter for w in weights})
     first = first_names(model)
     names = [*first, *(w.name for w in weights), *computed_weights(model)]
@@ -286,6 +309,28 @@ def prunable_weights(model: Any, *, keep_dense: Iterable[str] = (), include: Ite
         holders = {w.parameter.rpartition(".")[0] for w in weights}
         raise GrowpruneError(f"the model has nothing to prune: {why_nothing(model, holders)}")
     return kept
+
+
+def frozen_layers(model: Any, *, include: Iterable[str] = (), layers: Layers | None = None) -> tuple[str, ...]:
+    """Return the weights of layers that are frozen (requires_grad=False). A training leaves them as they are.
+
+    Weights that `include` names are meant to be pruned, so they are not listed. In a model with adapters such as LoRA
+    none are, because all of its layers are frozen, and pruned all the same.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        >>> _ = model[0].requires_grad_(False)
+        >>> frozen_layers(model)
+        ('0.weight',)
+    """
+    parameters = dict(model.named_parameters())
+    layers = layer_weights(model) if layers is None else layers
+    names = dict.fromkeys(w.parameter for weights in layers.values() for w in weights)
+    asked = {name for found in matching(include, names) for name in found}
+    if any(map(is_adapter, model.modules())):
+        return ()
+    return tuple(name for name in names if name not in asked and not parameters[name].requires_grad)
 
 
 def _included(model: Any, include: Sequence[str], known: set[str]) -> list[Weight]:
@@ -373,16 +418,6 @@ def _match_all(patterns: Sequence[str], names: Iterable[str], argument: str) -> 
         if not found:
             raise GrowpruneError(f"{argument} has {pattern!r}, which matches no parameter; the model has {few(names)}")
         yield pattern, found
-
-
-def _used_otherwise(model: Any) -> set[int]:
-    """Parameters that also belong to a module that is no layer: a tied embedding must stay dense."""
-    found: dict[int, bool] = {}
-    for _, module in model.named_modules():
-        weights = {weight.parameter for weight in own_weights(module)}
-        for local, parameter in module.named_parameters(recurse=False):
-            found[id(parameter)] = found.get(id(parameter), False) or local not in weights
-    return {key for key, otherwise in found.items() if otherwise}
 
 
 def _join(path: str, name: str) -> str:

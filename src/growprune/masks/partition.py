@@ -211,7 +211,7 @@ def _layers(model: Any, keep_dense: Iterable[str], include: Iterable[str]) -> di
     known = layer_weights(model)
     weights = [w for ws in known.values() for w in ws]
     if keep_dense or include:
-        weights = list(prunable_weights(model, keep_dense=keep_dense, include=include))
+        weights = list(prunable_weights(model, keep_dense=keep_dense, include=include, layers=known))
     places = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     paths = {weight.parameter: weight.parameter.rpartition(".")[0] for weight in weights}
     sizes: dict[str, int] = {}

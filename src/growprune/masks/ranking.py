@@ -89,11 +89,16 @@ def salt_of(*what: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little")
 
 
+def _is_signed(edit: Edit) -> bool:
+    """True if scores of either sign decide, not magnitudes."""
+    return edit.by is By.GRASP or edit.score is not None
+
+
 def key_bits_of(edit: Edit, dtype: torch.dtype) -> int:
     """Return the number of bits of an edit's keys, for weights whose widest float is `dtype`."""
     if edit.by is By.RANDOM:
         return 31
-    return key_bits(torch.float64 if edit.by is By.GRASP else dtype)
+    return key_bits(torch.float64 if _is_signed(edit) else dtype)
 
 
 def edit_keys(
@@ -123,7 +128,7 @@ def edit_keys(
             alive = pattern.alive(pattern.fold(mask_rows))
             if edit.by is By.RANDOM:
                 keys = random_keys(start, alive.numel(), salt, alive.device)
-            elif edit.by is By.GRASP:
+            elif _is_signed(edit):
                 matrix = pattern.fold(rows)  # a pattern adds up magnitudes, so those of both signs apart
                 keys = signed_keys(pattern.score(matrix.clamp(min=0)) - pattern.score((-matrix).clamp(min=0)))
             else:
@@ -138,6 +143,9 @@ def edit_keys(
 
 
 # Selection
+
+FEW = 1 << 22
+"""The most keys that are kept between passes; others are made again."""
 
 
 class Threshold(NamedTuple):
@@ -200,6 +208,7 @@ def choose(
         least: how many keys of each source are chosen at least. A source that would get fewer gets its `least`
             largest, and the others share the rest.
     """
+    sources = _kept_if_few(sources)
     # 2^16 counters need the fewest passes; on a GPU, no more than 2^11 fit into the memory that counts fastest
     digit_bits = 11 if device is not None and device.type == "cuda" else 16
 
@@ -219,6 +228,31 @@ def choose(
     others = _walks([sources[i] for i in together], shared)
     for i, source in enumerate(sources):
         yield next(others) if i in together else next(_walks([source], threshold([i], least[i])))
+
+
+def _kept_if_few(sources: Sequence[KeyChunks]) -> list[KeyChunks]:
+    """Keep up to FEW keys of the first pass for the next ones: to copy them is quicker than to make them again."""
+    left = FEW
+
+    def keeping(source: KeyChunks) -> KeyChunks:
+        kept: list[Tensor] | None = None
+
+        def chunks() -> Iterator[Tensor]:
+            nonlocal kept, left
+            if kept is not None:
+                yield from (chunk.clone() for chunk in kept)
+                return
+            made: list[Tensor] = []
+            for chunk in source():
+                left -= chunk.numel()
+                if left >= 0:
+                    made.append(chunk.clone())
+                yield chunk
+            kept = made if left >= 0 else None
+
+        return chunks
+
+    return [keeping(source) for source in sources]
 
 
 def _walks(sources: Sequence[KeyChunks], threshold: Threshold | None) -> Iterator[Iterator[Tensor]]:

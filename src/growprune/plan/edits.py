@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from growprune.errors import GrowpruneError
 from growprune.plan.settings import as_float, check_share, check_sparsity
 
+Score: TypeAlias = Callable[..., Any]
+"""A criterion of your own: (weight) -> scores, or (weight, gradient) -> scores, where higher is better.
+
+It is called once for each parameter of an edit, with the dense weight and the gradient of the last iteration. It gives
+a floating-point tensor of the same shape without NaN or infinity. A block has the sum of its scores. A function of one
+argument needs no gradients. Its name takes part in the check that a resumed plan is the same.
+"""
+
 
 class By(Enum):
-    """The criterion by which an edit chooses weights. All but MAGNITUDE, RANDOM and AS_IS need gradients."""
+    """The criterion by which an edit chooses weights: those with the highest scores stay or grow.
+
+    w is a weight, g its gradient, and H the Hessian of the loss. A function is a criterion of your own (`Score`).
+
+    - MAGNITUDE: |w|
+    - RANDOM: a hash of the seed, the edit and the position
+    - GRADIENT: |g| in the iteration before the edit, of dead weights too
+    - MOMENTUM: |m|, where m is 0.9 m + 0.1 g after each iteration of the phase before the edit
+    - SNIP: |w g|, in the iteration before the edit (Lee et al., ICLR 2019)
+    - GRASP: w (H g), with its sign (Wang et al., ICLR 2020)
+    - AS_IS: keep the present mask; it is an error if the model is not at the target sparsity already
+
+    All but MAGNITUDE, RANDOM and AS_IS need gradients.
+    """
 
     MAGNITUDE = "magnitude"
     RANDOM = "random"
     GRADIENT = "gradient"
-    """|gradient| in the iteration before the edit, of dead weights too."""
     MOMENTUM = "momentum"
-    """|moving average of the gradient| over the phase before the edit."""
     SNIP = "snip"
-    """|gradient x weight|: Lee et al., ICLR 2019."""
     GRASP = "grasp"
-    """weight x (Hessian x gradient), larger is better: Wang et al., ICLR 2020."""
     AS_IS = "as_is"
-    """Keep the present mask. It is an error if the model is not at the target sparsity already."""
 
     @property
     def needs_gradients(self) -> bool:
@@ -120,6 +137,8 @@ class Edit:
     """How the layers divide the change. None: as the allocation says for `to`, the same share in each for `share`."""
     within: float | None = None
     """The largest share of the model's weights that may be live afterwards. Growth to dense stops there."""
+    score: Score | None = None
+    """A criterion of the user's own. `by` then says what it needs: MAGNITUDE for weights only, GRADIENT for both."""
 
     def __post_init__(self) -> None:
         if (self.to is None) is (self.share is None):
@@ -156,7 +175,7 @@ class Edit:
             raise GrowpruneError(f"within={within:g} is only for growth to dense: call grow(part, within={within:g})")
 
     def __str__(self) -> str:
-        how = "" if self.is_usual else f" by {self.by.value}"
+        how = "" if self.is_usual else f" by {self.criterion}"
         how += "" if self.spread is None else f" spread by {self.spread.value}"
         how += "" if self.within is None else f" within {self.within:.4g}"
         if self.share is not None:
@@ -165,11 +184,33 @@ class Edit:
         return f"{self.action.value} {self.part.name} to {'dense' if self.to == 0 else f'{self.to:.4g}'}{how}"
 
     @property
+    def criterion(self) -> str:
+        """The name of what the edit chooses by: "magnitude", or "my_score()" for a function."""
+        if self.score is None:
+            return self.by.value
+        return f"{getattr(self.score, '__qualname__', type(self.score).__qualname__)}()"
+
+    @property
     def is_usual(self) -> bool:
         """True for the default choice: prune by magnitude, grow everything or at random."""
         if self.action is Action.GROW:
             return self.by is By.RANDOM or self.to == 0
-        return self.by is By.MAGNITUDE
+        return self.by is By.MAGNITUDE and self.score is None
+
+
+def _parsed(by: By | Score) -> tuple[By, Score | None]:
+    """Return what a criterion needs to see, and the user's function if it is one."""
+    if isinstance(by, By) or not callable(by):
+        return by, None
+    try:
+        known = [p for p in inspect.signature(by).parameters.values() if p.default is p.empty]
+    except (TypeError, ValueError):
+        known = []
+    if len(known) not in (1, 2) or any(p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known):
+        raise GrowpruneError(
+            f"by must be a function of (weight) or (weight, gradient), got {by!r}: write def my_score(weight, gradient)"
+        )
+    return (By.GRADIENT if len(known) == 2 else By.MAGNITUDE), by
 
 
 def prune(
@@ -177,12 +218,12 @@ def prune(
     *,
     to: float | None = None,
     share: float | None = None,
-    by: By = By.MAGNITUDE,
+    by: By | Score = By.MAGNITUDE,
     spread: Spread | None = None,
 ) -> Edit:
     """Keep the best `1 - to` of a part's weights and set the rest to exactly zero (the paper's ArgPruneTo).
 
-    The best are the largest, unless `by` says otherwise.
+    The best are the largest, unless `by` says otherwise: a `By`, or a function of your own (`Score`).
 
     With `share` instead of `to`, prune that share of the live weights in each layer of the part. With
     `spread=Spread.RANKING`, the share is of all live weights of the part, ranked together.
@@ -193,7 +234,8 @@ def prune(
         >>> print(prune(Part("S0", ("fc.weight",)), share=0.3))
         prune 0.3 of S0
     """
-    return Edit(Action.PRUNE, part, by, to, share, spread)
+    kind, score = _parsed(by)
+    return Edit(Action.PRUNE, part, kind, to, share, spread, score=score)
 
 
 def grow(
@@ -201,7 +243,7 @@ def grow(
     *,
     to: float | None = None,
     share: float | None = None,
-    by: By = By.RANDOM,
+    by: By | Score = By.RANDOM,
     spread: Spread | None = None,
     within: float | None = None,
 ) -> Edit:
@@ -222,4 +264,6 @@ def grow(
         >>> print(grow(Part("S0", ("fc.weight",)), within=0.6))
         grow S0 to dense within 0.6
     """
-    return Edit(Action.GROW, part, by, 0.0 if to is None and share is None else to, share, spread, within)
+    kind, score = _parsed(by)
+    to = 0.0 if to is None and share is None else to
+    return Edit(Action.GROW, part, kind, to, share, spread, within, score)

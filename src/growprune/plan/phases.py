@@ -9,11 +9,11 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeAlias, overload
 
 from growprune.errors import GrowpruneError, shorten
-from growprune.plan.edits import Action, By, Edit, Part, Parts, Spread
+from growprune.plan.edits import Action, Edit, Part, Parts, Spread
 from growprune.plan.settings import check_counts, plain
 
 MAX_STAGES = 100_000
@@ -115,39 +115,41 @@ class Plan:
     partition: Parts
     options: dict[str, Any]
 
+    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        # list all stages: a wrong option should fail where the plan is written, not where it is run
-        name, count = self.method.__name__, 0
-        for stage in itertools.islice(self, MAX_STAGES + 1):
+        # all stages at once: a wrong option should fail where the plan is written, not where it is run
+        name, stages = self.method.__name__, self.method(self.partition, **self.options)
+        if not isinstance(stages, Iterator):
+            raise GrowpruneError(
+                f"{name} must yield phases, but returns {type(stages).__name__}: use yield, not return"
+            )
+        listed = tuple(itertools.islice(stages, MAX_STAGES + 1))
+        for stage in listed:
             if not isinstance(stage, Phase | Fork):
-                given = shorten(repr(stage), 100)
-                raise GrowpruneError(f"{name} must yield Phase or Fork objects, got {given}")
-            count += 1
-        if count > MAX_STAGES:
+                raise GrowpruneError(f"{name} must yield Phase or Fork objects, got {shorten(repr(stage), 100)}")
+        if len(listed) > MAX_STAGES:
             raise GrowpruneError(
                 f"the plan of {name} has more than {MAX_STAGES:,} phases: raise `every`, lower `steps`, or yield fewer"
             )
+        object.__setattr__(self, "stages", listed)
 
     def __iter__(self) -> Iterator[Stage]:
-        stages: object = self.method(self.partition, **self.options)
-        if not isinstance(stages, Iterator):
-            kind = type(stages).__name__
-            raise GrowpruneError(f"{self.method.__name__} must yield phases, but returns {kind}: use yield, not return")
-        return stages
+        return iter(self.stages)
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"Plan({self.method.__name__}({options}), {len(self.partition)} parts)"
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.stages)
 
     @overload
     def __getitem__(self, i: int) -> Stage: ...
     @overload
     def __getitem__(self, i: slice) -> list[Stage]: ...
     def __getitem__(self, i: int | slice) -> Stage | list[Stage]:
-        return list(self)[i]
+        return list(self.stages)[i] if isinstance(i, slice) else self.stages[i]
 
 
 Options = ParamSpec("Options")
@@ -307,14 +309,14 @@ def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPha
     later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
     after = next((phase for phase in later if phase.stage > scheduled.stage), None)
     edits = () if after is None or after.branch is not None else after.phase.edits
-    is_plain = all(e.action is Action.PRUNE and e.by is By.MAGNITUDE and e.to is not None for e in edits)
+    is_plain = all(e.action is Action.PRUNE and e.is_usual and e.to is not None for e in edits)
     return edits if is_plain else ()
 
 
 def onward(trail: str, scheduled: ScheduledPhase) -> str:
     """Return a digest of the phases up to this one, so that a cursor resumes in the same plan only."""
     phase, returns = scheduled.phase, scheduled.returns
-    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, e.spread, e.within) for e in phase.edits]
+    edits = [(e.action.value, _digest(e.part), e.criterion, e.to, e.share, e.spread, e.within) for e in phase.edits]
     place = (scheduled.stage, scheduled.branch, None if returns is None else _digest(returns))
     how = (phase.epochs, phase.iterations, phase.restart, repr(phase.rule))
     return hashlib.sha256(f"{trail}{edits}{place}{how}".encode()).hexdigest()

@@ -140,7 +140,7 @@ def check_wrapper(module: Any) -> None:
     homes = [kind.__module__ for kind in type(module).__mro__]
     if "torch.distributed.fsdp.fully_sharded_data_parallel" in homes:
         raise GrowpruneError(f"FSDP1 (FullyShardedDataParallel) flattens weights and loses sparse ones: {INSTEAD}")
-    if any(home.split(".")[0] == "deepspeed" for home in homes):
+    if "deepspeed" in [home.split(".")[0] for home in homes]:
         raise GrowpruneError(f"DeepSpeed cannot train a sparse model: {INSTEAD}")
 
 

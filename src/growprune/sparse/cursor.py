@@ -91,6 +91,8 @@ class Cursor:
         self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False  # until `advance` or an optimizer counts iterations
+        self._lengths: tuple[int, ...] = ()
+        """The iterations of each phase, once they are counted."""
         self._clock: weakref.ref[torch.optim.Optimizer] | None = None
         self._is_fresh = False  # whether a phase that began with the last advance has a fresh optimizer
         self.iteration = 0
@@ -175,10 +177,9 @@ class Cursor:
 
     def _begin_counting(self) -> None:
         """Start counting iterations. Raise, before anything is done, if the length of a phase is unknown."""
-        if not self._is_counting:
-            for scheduled in self.schedule:
-                self.length_of(scheduled.phase)
-            self._is_counting = True
+        if not self._lengths:
+            self._lengths = tuple(self.length_of(scheduled.phase) for scheduled in self.schedule)
+        self._is_counting = True
 
     # Where it stands
 
@@ -200,7 +201,7 @@ class Cursor:
     def length(self) -> int:
         """The number of iterations of the current phase."""
         assert self.current is not None
-        return self.length_of(self.current.phase)
+        return self._lengths[self.position] if self._lengths else self.length_of(self.current.phase)
 
     @property
     def left(self) -> int:

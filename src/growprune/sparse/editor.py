@@ -184,6 +184,8 @@ class Editor:
     # Edits
 
     def apply(self, edit: Edit) -> None:
+        if empty := [w.parameter for w in self.weights if self._stored[w.parameter].parameter.is_meta]:
+            raise GrowpruneError(f"{empty[0]} is on the meta device and has no values: load the model first")
         if edit.by is By.AS_IS:
             self._apply_as_is(edit)
         elif edit.to == 0 and edit.within is None:
@@ -369,10 +371,12 @@ class Reader:
     """Read dense masks and the values that an edit ranks by, one parameter at a time."""
 
     def __init__(self, stored: Mapping[str, SparseParameter], gradients: Gradients, edit: Edit) -> None:
-        self._stored, self._gradients, self._by = stored, gradients, edit.by
+        self._stored, self._gradients, self._edit = stored, gradients, edit
         self._name = ""
         self._mask: Tensor | None = None
         self._values: Tensor | None = None
+        self._scores: dict[str, Tensor] = {}
+        """By parameter: those of the user's own criterion, which is called once for each."""
 
     def _turn_to(self, name: str) -> None:
         if name != self._name:
@@ -387,15 +391,40 @@ class Reader:
 
     def values(self, weight: Weight) -> Tensor:
         self._turn_to(name := weight.parameter)
+        if self._edit.score is not None:
+            if name not in self._scores:
+                self._scores[name] = self._scored(name)
+            return weight.of(self._scores[name])  # type: ignore[no-any-return]
         if self._values is None:
-            is_size = self._by is By.MAGNITUDE
-            self._values = self._stored[name].weight() if is_size else self._gradients.scores(self._by, name)
+            is_size, by = self._edit.by is By.MAGNITUDE, self._edit.by
+            self._values = self._stored[name].weight() if is_size else self._gradients.scores(by, name)
         return weight.of(self._values)  # type: ignore[no-any-return]
+
+    def _scored(self, name: str) -> Tensor:
+        """Return the scores of the user's own criterion."""
+        values = [self._stored[name].weight().clone()]  # which the function may change in place
+        if self._edit.by is By.GRADIENT:
+            values.append(self._gradients.scores(By.GRADIENT, name).clone())
+        assert self._edit.score is not None
+        with torch.no_grad():
+            found: object = self._edit.score(*values)
+        shape = tuple(self._stored[name].shape)
+        if not isinstance(found, Tensor):
+            what = f"a {type(found).__name__}"
+        elif found.shape != shape or not found.is_floating_point():
+            what = f"one of shape {tuple(found.shape)} and {found.dtype}"
+        elif not bool(found.isfinite().all()):
+            what = "one with NaN or infinity"
+        else:
+            return found.detach().to(values[0].device)
+        raise GrowpruneError(
+            f"{self._edit.criterion} must return a finite floating-point tensor of shape {shape} for {name}, got {what}"
+        )
 
     def read(self, weight: Weight) -> tuple[Tensor, Tensor]:
         """Return the values and the mask of a weight. A random edit needs no values."""
         mask = weight.of(self.whole_mask(weight))
-        return (mask if self._by is By.RANDOM else self.values(weight)), mask
+        return (mask if self._edit.by is By.RANDOM else self.values(weight)), mask
 
 
 def total_of(pool: Pool, alive: Mapping[str, int]) -> int:

@@ -23,7 +23,7 @@ from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, who
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
 from growprune.masks.zeros import already_sparse, check_sparse, masks_of_zeros
-from growprune.plan import Action, By, Edit, Part, parse_choice, prune
+from growprune.plan import By, Edit, Part, Score, grow, parse_choice, prune
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
 from growprune.sparse.checks import (
     check_model,
@@ -92,6 +92,7 @@ class SparseModel:
             Adam-like optimizers and 0 for others.
         rescale: multiply the weights that a random mask keeps by 1 / sqrt(density of their layer), so that activations
             stay as large. Random masks are for untrained models.
+        weights: what `keep_dense` and `include` leave to prune, if it is known.
 
     All weights are live at first; the edits of a plan, or `prune`, make the model sparse. `copy.deepcopy` returns an
     independent copy of the model and its masks, attached to no optimizer.
@@ -116,6 +117,7 @@ class SparseModel:
         storage: str = "masked",
         lr_scaling: float | Literal["auto"] = 0.0,
         rescale: bool = False,
+        weights: Sequence[Weight] | None = None,
     ) -> None:
         check_sparsity(sparsity)
         check_model(model, storage=storage)
@@ -127,15 +129,17 @@ class SparseModel:
         self.keep_dense, self.include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
         self.pattern = parse_pattern(pattern)
         self.seed, self.storage, self.lr_scaling = as_seed(seed), storage, parse_lr_scaling(lr_scaling)
-        self.weights: tuple[Weight, ...] = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
+        if weights is None:
+            weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
+        self.weights: tuple[Weight, ...] = tuple(weights)
         """The weights that may be pruned."""
         for weight in self.weights:
             self.pattern.check(weight, self.target_sparsity)
-        names = dict.fromkeys(weight.parameter for weight in self.weights)
-        before = {id(other): other for name in names if (other := _owner(model.get_parameter(name))) is not None}
+        parameters = dict.fromkeys(weight.parameter for weight in self.weights)
+        before = {id(other): other for name in parameters if (other := _owner(model.get_parameter(name))) is not None}
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
-        self.stored: dict[str, SparseParameter] = store(model, names, storage, self.pattern)
+        self.stored: dict[str, SparseParameter] = store(model, parameters, storage, self.pattern)
         """How the prunable parameters are stored, by name."""
         for other in before.values():
             other._let_go("another SparseModel was created from the same weights: use that one")
@@ -231,18 +235,27 @@ class SparseModel:
     # Edits
 
     def prune(
-        self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.MAGNITUDE
+        self,
+        part: Part | None = None,
+        *,
+        to: float | None = None,
+        share: float | None = None,
+        by: By | Score = By.MAGNITUDE,
     ) -> None:
         """Keep the best weights of a part (by default the whole model) and set the others to exactly zero."""
         to = self.target_sparsity if to is None and share is None else to
-        self.apply(Edit(Action.PRUNE, part or self.whole, by, to, share))
+        self.apply(prune(part or self.whole, to=to, share=share, by=by))
 
     def grow(
-        self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.RANDOM
+        self,
+        part: Part | None = None,
+        *,
+        to: float | None = None,
+        share: float | None = None,
+        by: By | Score = By.RANDOM,
     ) -> None:
         """Make more weights of a part (by default the whole model) live, by default all, starting at exactly zero."""
-        to = 0.0 if to is None and share is None else to
-        self.apply(Edit(Action.GROW, part or self.whole, by, to, share))
+        self.apply(grow(part or self.whole, to=to, share=share, by=by))
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; the state of optimizers follows."""
@@ -525,7 +538,7 @@ class SparseModel:
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that are attached and still exist."""
-        return [optimizer for stepper in self.steppers if (optimizer := stepper.optimizer) is not None]
+        return [optimizer for stepper in self.steppers if (optimizer := stepper.optimizer()) is not None]
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> dict[str, SparseParameter]:
         """Return how the prunable parameters that an optimizer trains are stored, by name."""
@@ -546,7 +559,7 @@ class SparseModel:
 
     def check_ready(self, stepper: Stepper) -> None:
         """Raise before a step if it would go wrong: the plan has not begun, or something does not fit together."""
-        optimizer = stepper.optimizer
+        optimizer = stepper.optimizer()
         if self.waiting is not None and optimizer is not None:
             if not any(group.get("lr", 1) for group in optimizer.param_groups):
                 return  # torch's distributed checkpoint makes such a step to have state that it can load into

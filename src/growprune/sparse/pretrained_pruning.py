@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.bits import pack
-from growprune.masks.heads import heads
+from growprune.masks.heads import output_layers
 from growprune.masks.layers import Weight
 from growprune.masks.partition import blocks_of
 from growprune.masks.patterns import Pattern
@@ -74,12 +74,14 @@ def prune_pretrained(
     check_model(model)
     _check(model, by, ranked, unreached, allocation or "uniform")
     batches = None if by == "magnitude" else read_batches(batches)
+    if keep_dense == "auto":
+        keep_dense = output_layers(model, batches[0] if batches and forward is None else None)[0]
     sparse = SparseModel(
         model,
         sparsity=sparsity,
         allocation=allocation or "uniform",
         pattern=pattern,
-        keep_dense=heads(model) if keep_dense == "auto" else keep_dense,
+        keep_dense=keep_dense,
         **settings,
     )
     prune_by_data(sparse, batches, by=by, forward=forward, ranked=ranked, unreached=unreached, progress=progress)

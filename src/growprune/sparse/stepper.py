@@ -86,7 +86,8 @@ class Stepper:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
+        """Returns the optimizer, as long as it exists."""
         self._models: list[weakref.ref[SparseModel]] = []
         self._handles: list[Any] = []
         self._now: list[tuple[SparseModel, dict[str, Any]]] = []
@@ -98,11 +99,6 @@ class Stepper:
         self._dtype: torch.dtype | None = None
         self.state_came_first: bool | None = None
         """Compact storage: True if state was loaded since the last step, and other masks after it."""
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer, as long as it exists."""
-        return self._optimizer()
 
     # A step
 
@@ -152,7 +148,7 @@ class Stepper:
 
     def add(self, model: SparseModel) -> None:
         """Take a model in."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if optimizer is None or model in self.models():
             return
         if not self._models:
@@ -177,7 +173,7 @@ class Stepper:
         self.restore_groups()
         for reference in [reference for reference in self._models if reference() is model]:
             self._drop(reference)
-        if reason and (optimizer := self._optimizer()) is not None:
+        if reason and (optimizer := self.optimizer()) is not None:
 
             def refuse(*_: Any) -> None:
                 raise GrowpruneError(reason)
@@ -218,7 +214,7 @@ class Stepper:
         This is done after each step. After a step that raised, it is done by whatever comes next: a step, an edit, or
         saving and loading of the optimizer or of a model.
         """
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if optimizer is None or not self._scaled:
             return
         for group, parts in self._scaled:
@@ -250,7 +246,7 @@ class Stepper:
     def _follow_loaded_state(self) -> None:
         """Mask state that was just loaded; compact storage remembers that it came, and perhaps before its masks."""
         self.state_came_first = False
-        if (optimizer := self._optimizer()) is not None:
+        if (optimizer := self.optimizer()) is not None:
             for model in self.models():
                 model.mask_weights(model.trained_by(optimizer), (optimizer,), only_state=True)
 

@@ -156,25 +156,24 @@ class Masked(SparseParameter):
 
     def zero_off(self, tensor: Tensor) -> None:
         """Set a tensor with the shape of the weight to exactly zero where the mask is False, in place."""
+        if tensor.device != self._device:
+            self._follow()
         # a graph that is being captured may be run again when the mask is another
-        is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_captured or not self._is_all_alive():
-            self._zero_off(tensor)
-
-    def _is_all_alive(self) -> bool:
-        self._follow()
-        if isinstance(self._is_full, Tensor):
-            self._is_full = bool(self._is_full)
-        return self._is_full
+        if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if isinstance(self._is_full, Tensor):
+                self._is_full = bool(self._is_full)
+            if self._is_full:
+                return
+        self._zero_off(tensor)
 
     def _zero_off(self, tensor: Tensor) -> None:
-        if is_wrapped(tensor):
+        if type(tensor) not in (Tensor, nn.Parameter) and is_wrapped(tensor):
             zero_wrapped_off(self.mask(), tensor)
         elif self._bits and (flat := self._flat(tensor)) is not None:
             kernels.zero_off(*flat)
             torch.autograd.graph.increment_version(tensor)
         else:
-            zero_off(self.mask(), tensor)
+            zero_off(self.mask() if self._bits else self._mask, tensor)
 
     def _flat(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return a tensor in memory order, with the bits in that order; None if it is not contiguous in memory."""

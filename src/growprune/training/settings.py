@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -19,8 +20,8 @@ from torch import nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import parse_allocation
-from growprune.masks.heads import heads, is_normalized
-from growprune.masks.layers import Weight, layer_weights, prunable_weights
+from growprune.masks.heads import is_normalized, output_layers
+from growprune.masks.layers import Layers, Weight, frozen_layers, layer_weights, prunable_weights
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
@@ -33,7 +34,6 @@ from growprune.plan.settings import as_names, as_seed, check_counts, check_spars
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
-from growprune.sparse.pretrained_pruning import prune_pretrained
 from growprune.sparse.stepper import unwrapped
 from growprune.storage import parse_storage
 from growprune.training.first_mask import BY_DATA, MASKS, FirstMask, signs_of_training
@@ -67,6 +67,7 @@ class Settings:
     calibration: Iterable[Any] | None = None
     lr_scaling: float | Literal["auto"] = "auto"
     seed: int = 0
+    example: Any = field(default=None, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     """The method's own options."""
 
@@ -151,9 +152,14 @@ class Settings:
             raise GrowpruneError(f"{self.name} cannot start from a SparseModel: use cyclic_gap, gradual_gap or rigl")
         return replace(self, **its)
 
-    def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names or globs that are never pruned."""
-        return heads(model) if self.keep_dense == "auto" else tuple(self.keep_dense)
+    def kept_dense(
+        self, model: nn.Module, example: Any = None, *, layers: Layers | None = None
+    ) -> tuple[tuple[str, ...], str]:
+        """Return the names or globs that are never pruned, frozen layers too, and how output layers were found."""
+        named, how = tuple(self.keep_dense), "keep_dense"
+        if self.keep_dense == "auto":
+            named, how = output_layers(model, example, layers=layers)
+        return tuple(dict.fromkeys((*named, *frozen_layers(model, include=self.include, layers=layers)))), how
 
     def cut(self, model: nn.Module, keep_dense: Sequence[str], num_layers: int | None = None) -> Partition:
         """Divide a model into the parts that grow in turn.
@@ -162,7 +168,8 @@ class Settings:
             keep_dense: as `kept_dense` returns it.
             num_layers: how many layers may be pruned, if known.
         """
-        parts, names = self.parts, {"keep_dense": keep_dense, "include": self.include}
+        parts = self.parts
+        names: dict[str, Any] = {"keep_dense": keep_dense, "include": self.include}
         if isinstance(parts, Partition):
             return parts.counted(model, **names)
         if parts is None or isinstance(parts, int | str):
@@ -271,8 +278,12 @@ class Settings:
         about, allocation = said.declaration, said.resolved_allocation
 
         # which weights, in which parts
-        keep_dense = said.kept_dense(model)
-        weights = prunable_weights(model, keep_dense=keep_dense, include=said.include)
+        example = said.example
+        if example is None and isinstance(said.calibration, Sequence) and said.calibration:
+            example = said.calibration[0]
+        layers = layer_weights(model)
+        keep_dense, how_kept = said.kept_dense(model, example, layers=layers)
+        weights = prunable_weights(model, keep_dense=keep_dense, include=said.include, layers=layers)
         _check_trained(model, weights, optimizers)
         parts = said.cut(model, keep_dense, _num_layers(weights))
 
@@ -317,6 +328,8 @@ class Settings:
 
         # a first mask by data, which changes weights: last, when nothing can be refused any more
         if is_by_data:
+            from growprune.sparse.pretrained_pruning import prune_pretrained  # which few trainings need
+
             pruned = prune_pretrained(
                 model,
                 said.calibration,
@@ -339,6 +352,8 @@ class Settings:
             iterations_per_epoch=unit,
             weights=weights,
             keep_dense=keep_dense,
+            how_kept=how_kept,
+            layers=layers,
             allocation=allocation,
             sparsity=said.sparsity if "sparsity" in about.options else 0.0,
             lr_scaling=said.scaling_from(first),
@@ -396,6 +411,10 @@ class Resolved:
     weights: tuple[Weight, ...]
     """The weights that are pruned."""
     keep_dense: tuple[str, ...]
+    how_kept: str
+    """How the layers that stay dense were found."""
+    layers: Layers
+    """All layers of the model."""
     allocation: str
     sparsity: float
     """The sparsity of the SparseModel: 0 for a method that prunes nothing."""
@@ -429,11 +448,10 @@ class Resolved:
                     else:
                         bound = min if edit.action is Action.PRUNE else max
                         density[i] = bound(density[i], 1 - edit.to)
-                    live = sum(d * size for d, size in zip(density, sizes, strict=True))
-                    if edit.within is not None and live > edit.within * total:
-                        density[i] -= (live - edit.within * total) / sizes[i]
+                    excess = sum(map(operator.mul, density, sizes)) - (edit.within or 1) * total
+                    density[i] -= max(0.0, excess) / sizes[i] if edit.within is not None else 0.0
             if scheduled.phase.is_trained:
-                peak = max(peak, sum(d * size for d, size in zip(density, sizes, strict=True)) / total)
+                peak = max(peak, sum(map(operator.mul, density, sizes)) / total)
             if scheduled.branch is not None:
                 density = before
         return peak
@@ -445,7 +463,7 @@ class Resolved:
 
     def make_sparse(self, model: nn.Module) -> SparseModel:
         """Create the SparseModel. All weights are still live."""
-        return SparseModel(model, storage=self.settings.storage, **self.sparse_settings())
+        return SparseModel(model, storage=self.settings.storage, weights=self.weights, **self.sparse_settings())
 
     def cursor(
         self,
@@ -480,37 +498,34 @@ class Resolved:
 
 
 def describe(resolved: Resolved, model: nn.Module) -> str:
-    """Describe in one line what is pruned, what stays dense and why, and how long.
+    """Describe in one line what is pruned, what stays dense and why, and how long the plan is.
 
     >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
     >>> print(describe(Settings("rigl", 0.75, iterations=10).resolve(model), model))
     rigl to sparsity 0.75 in 10 iterations || prunes 1 layer, 128 weights of 282 parameters || peak density 0.25 || \
-dense: 3 (output layer), 0 (Embedding), 50 parameters of norms and biases
+dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and biases
     """
     said, parameters = resolved.settings, dict(model.named_parameters())
-    pruned, paths = {weight.parameter for weight in resolved.weights}, {}
-    for name in parameters:
-        paths[name] = name.rpartition(".")[0]
-    layers = layer_weights(model)
-    by = "output layer" if said.keep_dense == "auto" else "keep_dense"
-    kept = [path for path, weights in layers.items() if not any(weight.parameter in pruned for weight in weights)]
-    dense = [f"{few(kept)} ({by})"] if kept else []
-    others = [n for n, p in parameters.items() if n not in pruned and paths[n] not in layers]
-    matrices = {paths[n]: type(model.get_submodule(paths[n])).__name__ for n in others if parameters[n].ndim > 1}
-    dense += [f"{path} ({kind})" for path, kind in list(matrices.items())[:5]]
-    small = sum(p.numel() for n, p in parameters.items() if n not in pruned and p.ndim < 2)
-    dense += [f"{small:,} parameters of norms and biases"] if small else []
+    pruned = {weight.parameter for weight in resolved.weights}
     weights = sum(weight.numel for weight in resolved.weights)
-    total = weights + sum(p.numel() for n, p in parameters.items() if n not in pruned)
-    frozen = sum(not p.requires_grad for p in parameters.values())
+    frozen = frozen_layers(model, include=said.include, layers=resolved.layers)
+    layers = {w.parameter: path for path, several in resolved.layers.items() for w in several}
+    kept = dict.fromkeys(path for name, path in layers.items() if name not in pruned and name not in frozen)
+    dense = [f"{few(kept)} ({resolved.how_kept})"] if kept else []
+    dense += [f"{few(frozen)} (frozen)"] if frozen else []
+    others = {name: parameter for name, parameter in parameters.items() if name not in pruned | layers.keys()}
+    modules = dict.fromkeys(name.rpartition(".")[0] for name, parameter in others.items() if parameter.ndim > 1)
+    dense += [f"{path} ({type(model.get_submodule(path)).__name__})" for path in list(modules)[:5]]
+    small = sum(parameter.numel() for parameter in others.values() if parameter.ndim < 2)
+    dense += [f"{small:,} parameters of norms and biases"] if small else []
+    total = weights + sum(parameter.numel() for name, parameter in parameters.items() if name not in pruned)
     count = _num_layers(resolved.weights)
-    facts = [
+    facts = (
         f"{said.name} to sparsity {resolved.sparsity:g} in {resolved.num_iterations:,} iterations",
         f"prunes {count} layer{'' if count == 1 else 's'}, {weights:,} weights of {total:,} parameters",
         f"peak density {resolved.peak_density:.2g}",
         f"dense: {', '.join(dense) or 'none'}",
-        *([f"frozen: {frozen} parameters"] if frozen else []),
-    ]
+    )
     return " || ".join(facts)
 
 

@@ -55,6 +55,7 @@ def sparsify(
     calibration: Iterable[Any] | None = None,
     lr_scaling: float | Literal["auto"] = "auto",
     seed: int = 0,
+    example: Any = None,
     losses: Sequence[Callable[[], Tensor]] | None = None,
     **options: Any,
 ) -> Sparsifier:
@@ -72,7 +73,8 @@ def sparsify(
         parts: what grows in turn: a number, a kind such as "balanced", lists of names, or a `Partition`; 4 by default.
         allocation: how sparsity is divided among layers: "uniform", "global" or "erk"; by default the method's own.
         pattern: which positions may be live: "unstructured", a block such as "1x8", or N:M such as "2:4".
-        keep_dense: names or globs that are never pruned; "auto" for output layers.
+        keep_dense: names or globs that are never pruned; "auto" for output layers: those that `example` leads to, or
+            else the layer registered last. Frozen layers are never pruned, unless `include` names them.
         include: names or globs of further parameters to prune, which belong to no known kind of layer.
         storage: "masked" (dense values and a mask) or "compact" (live values only).
         initial_mask: "random"; "magnitude", "wanda", "sparsegpt" for trained weights; "as_is" for a sparse model; or
@@ -82,6 +84,7 @@ def sparsify(
             rises from a random mask (gradual_gap, granet) under an Adam-like optimizer, else 0.
         seed: the seed of every random mask.
         losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
+        example: an input of the model, as a tuple or a dict if it has several; used to find the output layers.
         options: the method's own options, such as `peak_density=0.5`.
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -301,6 +304,16 @@ class Sparsifier:
                 f"the state was saved with iterations={state['num_iterations']}, but this Sparsifier has "
                 f"iterations={self.cursor.num_iterations}: resume with iterations={state['num_iterations']}"
             )
+        if "weights" in state:
+            if sparse.ranks is not None:
+                raise GrowpruneError(
+                    "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
+                )
+            check_weights(state["weights"], sparse)
+            check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
+        check_masks(state["sparse"], sparse)
+        if "weights" in state:
+            check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
         first = FirstMask(*state["first"])
         cursor, lr_scaling = self.cursor, sparse.lr_scaling
         if first != self.first and self.settings.initial_mask in ("auto", *BY_DATA):
@@ -315,16 +328,7 @@ class Sparsifier:
                 f"the state belongs to another plan of {self.settings.name}: resume with the same options, parts, "
                 f"keep_dense, include and initial_mask as when it was saved"
             )
-        check_masks(state["sparse"], sparse)
         cursor.check_rule(state["cursor"])
-        if "weights" in state:
-            if sparse.ranks is not None:
-                raise GrowpruneError(
-                    "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
-                )
-            check_weights(state["weights"], sparse)
-            check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
-            check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
 
         sparse.load_state_dict(state["sparse"])
         if "weights" in state:

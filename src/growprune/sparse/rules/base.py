@@ -86,7 +86,9 @@ class RunningRule:
             shapes = {n: self._own.stored[n].shape for n in self.names}
             for key, one in value.items():
                 fits = isinstance(one, int) if name in self.counts else isinstance(one, Tensor)
-                if not fits or (isinstance(one, Tensor) and one.shape != shapes.get(key, torch.Size())):
+                if not fits or (
+                    isinstance(one, Tensor) and one.shape != (torch.Size() if name in self.by_weight else shapes[key])
+                ):
                     wrong.append(f"{name}[{key!r}]")
         if wrong:
             raise GrowpruneError(

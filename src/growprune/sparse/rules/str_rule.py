@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growprune.masks.patterns import in_one_go
 from growprune.methods.str_ import Str
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.aside import AsideRule
@@ -64,7 +65,7 @@ class StrRule(AsideRule):
 
     def figures(self) -> dict[str, float]:
         total = sum(weight.numel for weight in self.weights)
-        alive = sum(int(torch.count_nonzero(weight.of(self.parameter(weight.parameter)))) for weight in self.weights)
+        alive = sum(in_one_go([torch.count_nonzero(w.of(self.parameter(w.parameter))) for w in self.weights]))
         return {"sparsity": 1 - alive / total if total else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
