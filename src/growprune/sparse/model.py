@@ -740,15 +740,6 @@ class SparseModel:
             self.check_by(by)
         self.gradients.watch(by)
 
-    def begin_anew(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
-        """Undo all training since a snapshot that was taken before the first edit."""
-        self.watch(())
-        self.gradients.clear()
-        self.restore(snapshot)
-        self.set_rule(None)
-        self.editor.num_edits = 0
-        self.reset_optimizers()
-
     # Processes that train replicas
 
     def add_up_gradients(self, add_up: Callable[[Tensor], Tensor]) -> None:
