@@ -90,6 +90,8 @@ class Stepper:
         """Returns the optimizer, as long as it exists."""
         self._models: list[weakref.ref[SparseModel]] = []
         self._handles: list[Any] = []
+        self._refusal: Any = None
+        """The hook that refuses steps after `to_dense_`."""
         self._now: list[tuple[SparseModel, dict[str, Any]]] = []
         """During a step: each model, and how its parameters that the optimizer trains are stored, by name."""
         self._scaled: list[tuple[Group, list[Group]]] = []
@@ -125,7 +127,7 @@ class Stepper:
     def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Do what comes after a step."""
         del args, kwargs
-        models, skipped = self._now, is_skipped(optimizer)
+        models, skipped, self._now = self._now, is_skipped(optimizer), []
         for model, trained in models:
             model.mask_weights(trained, () if keeps_zeros(optimizer) else (optimizer,))
         for model, trained in models if not skipped else ():
@@ -151,8 +153,9 @@ class Stepper:
         optimizer = self.optimizer()
         if optimizer is None or model in self.models():
             return
+        if self._refusal is not None:
+            self._refusal.remove()
         if not self._models:
-            self._remove_hooks()  # one that refuses steps
             self._handles = [
                 optimizer.register_step_pre_hook(uncompiled(self.before)),
                 optimizer.register_step_post_hook(uncompiled(self.after)),
@@ -178,7 +181,7 @@ class Stepper:
             def refuse(*_: Any) -> None:
                 raise GrowpruneError(reason)
 
-            self._handles.append(optimizer.register_step_pre_hook(uncompiled(refuse)))
+            self._refusal = optimizer.register_step_pre_hook(uncompiled(refuse))
 
     def _drop(self, reference: weakref.ref[SparseModel]) -> None:
         self._models = [other for other in self._models if other is not reference]
