@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,14 +81,14 @@ ZEROS = round(0.8 * (16 * 32 + 32 * 32))
 
 @STORAGES
 def test_weights_of_other_masks_are_refused_at_once(storage: str) -> None:
-    model, optimizer, _ = begun(storage=storage)
+    model, optimizer, _ = begun(method="rigl", every=3, storage=storage)
     train(model, optimizer, 15)
     saved, saved_layer = state_of(model), state_of(model[2])
-    model, optimizer, sparsifier = begun(storage=storage)
+    model, optimizer, sparsifier = begun(method="rigl", every=3, storage=storage)
     before, place = state_of(model), sparsifier.cursor.state_dict()
     with pytest.raises(gp.GrowpruneError, match=r"0\.weight"):
         model.load_state_dict(saved)
-    with pytest.raises(gp.GrowpruneError, match="weight"):
+    with pytest.raises(gp.GrowpruneError, match=r" weight"):
         model[2].load_state_dict(saved_layer)
     assert is_same(state_of(model), before)
     assert sparsifier.cursor.state_dict() == place
@@ -119,7 +118,7 @@ def test_weights_whose_masks_are_lost_are_adopted_with_their_zeros(storage: str)
     best = state_of(model)
     model, optimizer, sparsifier = begun(storage=storage)
     train(model, optimizer, 3)
-    with pytest.raises(gp.GrowpruneError, match=r"0\.weight"):
+    with pytest.raises(gp.GrowpruneError, match=r"2\.weight"):
         model.load_state_dict(best)
     sparsifier.sparse.adopt_zeros(best)
     assert is_same(state_of(model), best)
@@ -133,7 +132,7 @@ def test_weights_whose_masks_are_lost_are_adopted_with_their_zeros(storage: str)
 
 @STORAGES
 def test_best_weights_of_an_earlier_phase_are_refused(storage: str) -> None:
-    model, optimizer, _ = begun(storage=storage)
+    model, optimizer, _ = begun(method="gmp", every=3, storage=storage)
     train(model, optimizer, 5)
     best = state_of(model)
     train(model, optimizer, 15)
@@ -144,8 +143,9 @@ def test_best_weights_of_an_earlier_phase_are_refused(storage: str) -> None:
     assert is_same(state_of(model), before)
 
 
+@pytest.mark.filterwarnings("ignore:deployed, the model takes")
 def test_weights_written_past_the_masks_are_noticed_by_all_that_reads_them(tmp_path: Path) -> None:
-    model, optimizer, sparsifier = begun()
+    model, optimizer, sparsifier = begun(method="gmp", every=3)
     train(model, optimizer, 5)
     best = state_of(model)
     train(model, optimizer, 15)
@@ -230,10 +230,13 @@ def test_a_new_optimizer_in_the_middle_of_a_plan_is_warned_of_once(storage: str)
     assert sparsifier.is_finished
 
 
-def test_weights_assigned_by_load_state_dict_keep_their_zeros() -> None:
+def test_weights_are_not_replaced_by_load_state_dict() -> None:
     model, optimizer, sparsifier = begun()
     train(model, optimizer, 20)
-    model.load_state_dict(state_of(model), assign=True)  # other parameters, with the same zeros
+    weight = model[0].weight
+    with pytest.raises(gp.GrowpruneError, match="assign=True"):
+        model.load_state_dict(state_of(model), assign=True)
+    assert model[0].weight is weight
     train(model, torch.optim.AdamW(model.parameters(), 0.01), 5)
     assert num_dead(model, sparsifier.sparse.masks) == 0
 
@@ -296,7 +299,9 @@ def test_an_optimizer_has_one_hook_before_and_one_after_a_step_until_all_models_
     assert num_step_hooks(optimizer) == (1, 0), "only the hook that refuses steps is left"
     with pytest.raises(gp.GrowpruneError, match=r"to_dense_\(\)"):
         train_both(models, [optimizer], 1)
-    again = [gp.sparsify(m, optimizer, "rigl", sparsity=0.9, iterations=4, every=2) for m in models]
+    again = [
+        gp.sparsify(m, optimizer, "rigl", sparsity=0.9, iterations=4, every=2, initial_mask="magnitude") for m in models
+    ]
     assert num_step_hooks(optimizer) == (1, 1)
     train_both(models, [optimizer], 4)
     assert [sparsifier.is_finished for sparsifier in again] == [True, True]
@@ -308,7 +313,7 @@ def test_one_of_two_models_can_be_made_sparse_again_with_the_same_optimizer() ->
     sparsifiers[0].to_dense_()
     with pytest.raises(gp.GrowpruneError, match=r"to_dense_\(\)"):
         train_both(models, [optimizer], 1)
-    again = gp.sparsify(models[0], optimizer, "rigl", sparsity=0.9, iterations=4, every=2)
+    again = gp.sparsify(models[0], optimizer, "rigl", sparsity=0.9, iterations=4, every=2, initial_mask="magnitude")
     assert num_step_hooks(optimizer) == (1, 1)
     train_both(models, [optimizer], 4)
     assert again.is_finished
@@ -357,17 +362,8 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def nothing(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
-    pass
-
-
 def edit(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
     sparsifier.sparse.prune(to=0.7)
-
-
-def save(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        gp.save(sparsifier.sparse, Path(folder, "model.safetensors"))
 
 
 def save_state(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
@@ -376,23 +372,20 @@ def save_state(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier
     assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.01]
 
 
-def load_state(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
-    sparsifier.load_state_dict(copy.deepcopy(sparsifier.state_dict()))
-
-
 def load_optimizer(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 @RAISES
 @STORAGES
-@pytest.mark.parametrize("act", [nothing, edit, save, save_state, load_state, load_optimizer])
+@pytest.mark.parametrize("act", [edit, save_state, load_optimizer])
 def test_after_a_step_that_raised_training_goes_on_with_the_users_groups(act: Any, storage: str, fail: Any) -> None:
     model, optimizer, sparsifier = begun(storage=storage, lr_scaling=1)
     train(model, optimizer, 6)
     groups = settings_of(optimizer)
     fail(model, optimizer)
     act(model, optimizer, sparsifier)
+    assert settings_of(optimizer) == groups
     before = state_of(model)
     train(model, optimizer, 1)
     assert settings_of(optimizer) == groups
@@ -416,28 +409,34 @@ def test_a_checkpoint_is_loaded_after_a_step_that_raised_and_resumes_to_the_same
     assert is_same(state_of(model), expected)
 
 
-def set_rate(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 0.002
-
-
-def schedule(optimizer: Optimizer) -> Callable[[], None]:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.2).step
+def weights_first(model: nn.Module) -> Optimizer:
+    """A group of pruned weights only, and one of all others."""
+    pruned = [model[0].weight, model[2].weight]  # type: ignore[index]
+    others = [parameter for parameter in model.parameters() if all(parameter is not one for one in pruned)]
+    return torch.optim.Adam([{"params": pruned}, {"params": others}], 0.01)
 
 
 @RAISES
+@pytest.mark.parametrize("make", [adam, weights_first])
 @pytest.mark.parametrize("how", ["by hand", "scheduler"])
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
-def test_a_rate_that_is_set_after_a_step_that_raised_is_obeyed(how: str, fail: Any) -> None:
-    model, optimizer, _ = begun(lr_scaling=1)
-    act = schedule(optimizer) if how == "scheduler" else lambda: set_rate(optimizer)
-    train(model, optimizer, 6)
-    other = copy.deepcopy(model)
-    fail(model, optimizer)
-    act()
-    train(model, optimizer, 1)
-    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.002)]
-    del other
+def test_a_rate_that_is_set_after_a_step_that_raised_is_obeyed(how: str, make: Any, fail: Any) -> None:
+    states = []
+    for fails in (True, False):
+        model, optimizer, _ = begun(make, lr_scaling=1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.25)
+        train(model, optimizer, 6)
+        if fails:
+            fail(model, optimizer)
+        if how == "scheduler":
+            scheduler.step()
+        for group in optimizer.param_groups if how == "by hand" else ():
+            group["lr"] = 0.0025
+        train(model, optimizer, 1)
+        assert {group["lr"] for group in optimizer.param_groups} == {0.0025}
+        assert len(optimizer.param_groups) == (1 if make is adam else 2)
+        states.append(state_of(model))
+    assert fail is raise_inside or is_same(*states)  # Adam counts a step that raised inside
 
 
 @RAISES
@@ -456,7 +455,7 @@ def test_a_group_that_is_added_after_a_step_that_raised_is_kept(fail: Any) -> No
 
 
 def test_a_deepcopy_trains_at_the_same_rates() -> None:
-    model, optimizer, sparsifier = begun(initial_mask="magnitude")
+    model, optimizer, sparsifier = begun(initial_mask="magnitude", iterations=2000)
     clone = copy.deepcopy(sparsifier.sparse)
     other = clone.attach(adam(clone.model))
     train(model, optimizer, 1)
@@ -578,12 +577,12 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-@STORAGES
+COMPACT = [(name, "compact") for name, (method, _) in FORGED.items() if method == "gmp"]
+
+
+@pytest.mark.parametrize(("name", "storage"), [(name, "masked") for name in FORGED] + COMPACT)
 def test_a_forged_state_is_refused_and_changes_nothing(name: str, storage: str) -> None:
     method, change = FORGED[name]
-    if storage == "compact" and method in ("dpf", "admm"):
-        pytest.skip("dpf and admm need masked storage")
     model, optimizer, sparsifier = begun(method=method, storage=storage)
     train(model, optimizer, 9)
     state = copy.deepcopy(sparsifier.state_dict())
@@ -611,7 +610,7 @@ def test_a_step_that_a_grad_scaler_skips_does_not_stop_rigl(set_to_none: bool, s
     while not sparsifier.is_finished:
         tries += 1
         optimizer.zero_grad(set_to_none=set_to_none)
-        loss = F.cross_entropy(model(X), Y) * (math.inf if tries == 4 else 1)
+        loss = F.cross_entropy(model(X), Y) * (math.inf if tries == 5 else 1)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -645,7 +644,8 @@ def replica(rank: int, meeting: str, of_rank: str, results: Any) -> None:
 def test_replicas_with_different_masks_are_refused_at_the_first_step(of_rank: str, tmp_path: Path) -> None:
     context = forked.context()
     results = context.Queue()
-    processes = [context.Process(target=replica, args=(rank, str(tmp_path / "meeting"), of_rank, results)) for rank in range(2)]
+    arguments = (str(tmp_path / "meeting"), of_rank, results)
+    processes = [context.Process(target=replica, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
     found = sorted(results.get(timeout=forked.HANG_SECONDS) for _ in processes)
@@ -659,6 +659,8 @@ def test_replicas_with_different_masks_are_refused_at_the_first_step(of_rank: st
 
 REFUSED: dict[str, dict[str, Any]] = {
     "pattern": {"pattern": "1:4", "start": 0.5},
+    "impossible pattern": {"pattern": "2:5"},
+    "allocation": {"allocation": "eagle"},
     "without losses": {"method": "snip"},
     "no parameter of the model": {},
 }
@@ -687,3 +689,22 @@ def test_after_a_refused_sparsify_the_corrected_one_trains(name: str, storage: s
 def test_the_same_names_in_a_list_or_a_tuple_fit_a_model_that_was_built_sparse(keep_dense: Any) -> None:
     sparse = gp.sparse_init(net, sparsity=0.5, keep_dense=["4"], allocation="global")
     gp.sparsify(sparse, adam(sparse.model), sparsity=0.8, iterations=20, keep_dense=keep_dense)
+
+
+def test_a_refused_state_leaves_the_rates() -> None:
+    """It says that its training began with a random mask, where "auto" scales learning rates."""
+    state, states = begun()[2].state_dict(), []
+    for loads in (True, False):
+        model = net()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        optimizer = adam(model)
+        with pytest.warns(UserWarning, match="initial_mask"):
+            sparsifier = gp.sparsify(model, optimizer, sparsity=0.8, iterations=20, every=3)
+        if loads:
+            with pytest.raises(gp.GrowpruneError):
+                sparsifier.load_state_dict(state)
+        train(model, optimizer, 10)
+        states.append(state_of(model))
+    assert is_same(*states)

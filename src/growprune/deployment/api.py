@@ -34,7 +34,7 @@ from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
 from growprune.files.quantized import check_values
 from growprune.files.writer import warn_of_unfinished
-from growprune.sparse.model import SparseModel
+from growprune.sparse.model import SparseModel, sparse_model_of
 
 SECONDS = 10.0
 """How long layers are timed by default."""
@@ -89,6 +89,8 @@ def deploy(
     if values is not None and where.type == "cpu":
         raise GrowpruneError(f"values={values!r} needs device='cuda': the CPU kernels only support float32")
     found = _model(model, into)
+    if (sparse := found if isinstance(found, SparseModel) else sparse_model_of(found)) is not None:
+        sparse.check_zeros()
     warn_of_unfinished(found, "deployed")
     if where.type == "cuda":
         return deploy_on_gpu(found, given, device=where, seconds=seconds, known={}, values=values)
