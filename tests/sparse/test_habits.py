@@ -544,7 +544,7 @@ def test_scaled_rates_are_refused_where_an_optimizer_needs_one(kind: Any) -> Non
 
 def test_numbers_that_differ_between_the_parts_of_a_group_are_refused() -> None:
     model, optimizer, _ = begun(lambda model: Averaging(model.parameters(), name="travelled"), lr_scaling=1)
-    with pytest.raises(gp.GrowpruneError, match="Averaging.*'travelled'"):
+    with pytest.raises(gp.GrowpruneError, match=r"Averaging.*'travelled'"):
         train(model, optimizer, 1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01]
 

@@ -91,11 +91,7 @@ class Stepper:
         self._models: list[weakref.ref[SparseModel]] = []
         self._handles: list[Any] = []
         self._refusal: Any = None
-<<<<<<< HEAD
         """The hook that refuses steps after `to_dense_`."""
-=======
-        """The handle of a hook that refuses steps, because a model was made dense."""
->>>>>>> habits
         self._now: list[tuple[SparseModel, dict[str, Any]]] = []
         """During a step: each model, and how its parameters that the optimizer trains are stored, by name."""
         self._scaled: list[tuple[Group, list[Group]]] = []
@@ -131,12 +127,8 @@ class Stepper:
     def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Do what comes after a step."""
         del args, kwargs
-<<<<<<< HEAD
-        models, skipped, self._now = self._now, is_skipped(optimizer), []
-=======
         models, skipped = self._now, is_skipped(optimizer)
         self._now = []  # so that it does not keep models alive
->>>>>>> habits
         for model, trained in models:
             model.mask_weights(trained, () if keeps_zeros(optimizer) else (optimizer,))
         for model, trained in models if not skipped else ():
@@ -164,10 +156,7 @@ class Stepper:
             return
         if self._refusal is not None:
             self._refusal.remove()
-<<<<<<< HEAD
-=======
             self._refusal = None
->>>>>>> habits
         if not self._models:
             self._handles = [
                 optimizer.register_step_pre_hook(uncompiled(self.before)),
