@@ -163,19 +163,19 @@ def test_a_checkpoint_is_plain_values_and_tensors_with_plain_names(tmp_path: Pat
     fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=1, storage="compact", every=3), callbacks=[every(tmp_path, 5)])
     checkpoint = torch.load(tmp_path / "step=5.ckpt", weights_only=True)
     assert checkpoint["state_dict"].keys() == Module().state_dict().keys()
-    assert checkpoint["callbacks"]["GrowPrune"]["cursor"]["iteration"] == 5
+    assert checkpoint["callbacks"]["GrowPrune"]["sparsifier"]["cursor"]["iteration"] == 5
     Module().load_state_dict(checkpoint["state_dict"])
 
 
 def test_a_checkpoint_of_other_settings_or_lengths_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), callbacks=[every(tmp_path, 5)])
-    with pytest.raises(GrowpruneError, match="trained with storage='masked', but GrowPrune has storage='compact'"):
+    with pytest.raises(GrowpruneError, match="storage='masked', but this training has storage='compact'"):
         fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, storage="compact", every=2), ckpt=tmp_path / "step=5.ckpt")
-    with pytest.raises(GrowpruneError, match=r"trained with sparsity=0.9, but GrowPrune has sparsity=0.8: resume"):
+    with pytest.raises(GrowpruneError, match=r"sparsity=0.9, but this Sparsifier has sparsity=0.8: resume"):
         fit(tmp_path, GrowPrune(parts=2, sparsity=0.8, every=2), ckpt=tmp_path / "step=5.ckpt")
     with pytest.raises(GrowpruneError, match=r"has 18 optimizer steps, but the Trainer makes 24: set .*max_epochs=3\)"):
         fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), ckpt=tmp_path / "step=5.ckpt", max_epochs=4)
-    with pytest.raises(GrowpruneError, match=r"belongs to another plan of gradual_gap: give GrowPrune the same opt"):
+    with pytest.raises(GrowpruneError, match=r"belongs to another plan of gradual_gap"):
         fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=3), ckpt=tmp_path / "step=5.ckpt")
 
 
@@ -446,6 +446,18 @@ def test_the_density_of_layers_is_logged_before_other_callbacks_look(tmp_path: P
 # A second fit, and what is refused
 
 
+def test_the_methods_of_the_module_and_of_callbacks_are_their_own_again_after_the_training(tmp_path: Path) -> None:
+    class Noting(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            assert "on_load_checkpoint" not in vars(pl_module)  # so that the module can be pickled
+
+    saving = ModelCheckpoint(tmp_path, monitor="val_loss")
+    module = fit(tmp_path, GrowPrune(sparsity=0.9, parts=2), callbacks=[saving, Noting()])
+    assert "on_load_checkpoint" not in vars(module) and "check_monitor_top_k" not in vars(saving)
+    module.trainer.validate(module, Loader(), verbose=False)
+    assert "on_load_checkpoint" not in vars(module)
+
+
 def test_a_second_fit_goes_on_at_the_target(tmp_path: Path) -> None:
     for storage in ("masked", "compact"):
         callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, storage=storage, every=2)
@@ -467,7 +479,7 @@ def test_a_fit_that_stopped_goes_on_in_the_same_trainer_and_is_refused_in_anothe
     fit(tmp_path, callback, module)
     trainer = module.trainer
     assert callback.cursor.iteration == 6
-    with pytest.raises(GrowpruneError, match="is at step 6 of 18 of its plan, but the Trainer is at step 0: resume"):
+    with pytest.raises(GrowpruneError, match="is at step 6 of 18, but the Trainer is at step 0: resume"):
         fit(tmp_path, callback, module)
     trainer.should_stop = False
     trainer.fit(module, Loader(), Loader(1))
@@ -532,7 +544,7 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         fit(tmp_path, GrowPrune("snip", sparsity=0.9, iterations=36), Adversaries())
     trainer = pl.Trainer(logger=False, accelerator="cpu")
     trainer.strategy.__class__ = type("FSDPStrategy", (FSDPStrategy,), {"__init__": None})
-    with pytest.raises(GrowpruneError, match=r"with FSDPStrategy: use ModelParallelStrategy \(FSDP2\), strategy='ddp'"):
+    with pytest.raises(GrowpruneError, match=r"with FSDPStrategy: use strategy='ddp'"):
         GrowPrune(sparsity=0.9).setup(trainer, Module(), "fit")
 
 

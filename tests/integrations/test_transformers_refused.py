@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers_cases import make_data, make_model, make_trainer, train
 
 from growprune import GrowpruneError
-from growprune.integrations import transformers_sharded
+from growprune.integrations.callback import call_first
 from growprune.integrations.transformers import GrowPruneCallback
+from growprune.integrations.transformers_frames import calling_trainer
+from growprune.integrations.transformers_trainer import check_trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 
@@ -27,15 +29,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 3}
     ("given", "message"),
     [
         ({"method": "cyclic_gab"}, "there is no method 'cyclic_gab'; similar: cyclic_gap"),
-        ({"method": "GaP"}, "there is no method 'GaP'; similar: gradual_gap, parallel_gradual_gap, cyclic_gap"),
-        ({"method": "zzz"}, "there is no method 'zzz'; available: gradual_gap"),
-        ({"method": None}, "there is no method None; "),
-        ({"method": "rigl", "sparsty": 0.5}, "rigl takes no option 'sparsty': did you mean sparsity?"),
-        ({"iterations_per_epoch": 0}, "iterations_per_epoch must be an integer >= 1, got 0"),
         ({"method": "rigl", "evry": 3}, "rigl takes no option 'evry': did you mean every?"),
-        ({"method": "dense", "tea": 3}, "dense takes no option 'tea': it takes small"),
-        ({"sparsity": 1.0}, r"sparsity must be in .0, 1., got 1.0"),
-        ({"storage": "small"}, "storage must be one of masked, compact, got 'small'"),
     ],
 )
 def test_a_wrong_setting_is_refused_when_the_callback_is_made(given: dict[str, Any], message: str) -> None:
@@ -68,7 +62,6 @@ def test_a_wrong_setting_is_refused_when_the_callback_is_made(given: dict[str, A
             {},
             "by=grasp needs dense tensors .*: use storage='masked'",
         ),
-        ({"parts": "round"}, {}, r"parts must be a number, contiguous\(4\), balanced\(4\), per_layer.*, got 'round'"),
         (
             {"method": "rigl"},
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 4},
@@ -95,29 +88,30 @@ def test_without_transformers_the_extra_to_install_is_named(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("about", "args", "match"),
     [
-        ({"deepspeed": "config.json", "fsdp": None}, "does not work with DeepSpeed, which .*: use FSDP2 with"),
-        ({"deepspeed": None, "fsdp": True, "fsdp_plugin_args": {"fsdp_version": 1}}, "with FSDP1, .*: use FSDP2 with"),
-        (
-            {"deepspeed": None, "fsdp": True, "fsdp_plugin_args": {"fsdp_version": 2}},
-            "with FSDP needs storage='compact', got 'masked': give",
-        ),
+        ({"is_fsdp_enabled": True}, {}, "FSDP: use DDP"),
+        ({"is_deepspeed_enabled": True}, {}, "DeepSpeed: use DDP"),
+        ({}, {"auto_find_batch_size": True}, "auto_find_batch_size.* set per_device_train_batch_size"),
+        ({}, {"n_gpu": 2}, "DataParallel"),
+        ({}, {"world_size": 2}, "storage='compact' does not work with DDP"),
     ],
 )
-def test_sharding_that_cannot_work_is_refused(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(GrowpruneError, match=message):
-        GrowPruneCallback(sparsity=0.9).on_init_end(SimpleNamespace(**args), None, None)
+def test_trainers_that_cannot_train_sparse_models_are_refused(
+    about: dict[str, Any], args: dict[str, Any], match: str
+) -> None:
+    usual = {"auto_find_batch_size": False, "n_gpu": 1, "world_size": 1}
+    fine = {"is_fsdp_enabled": False, "is_deepspeed_enabled": False, "lr_scheduler": None}
+    state = SimpleNamespace(is_hyper_param_search=False)
+    trainer = SimpleNamespace(**{**fine, **about}, state=state, args=SimpleNamespace(**{**usual, **args}))
+    with pytest.raises(GrowpruneError, match=match):
+        check_trainer(trainer, "compact")
 
 
-def test_smaller_batches_are_not_tried_with_a_model_that_is_sharded() -> None:
-    plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=False)
-    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(auto_find_batch_size=True), model=None)
-    with pytest.raises(GrowpruneError, match=r"with FSDP and auto_find_batch_size, .*: give per_device_"):
-        transformers_sharded.check_trainer(trainer)
-    trainer.args.auto_find_batch_size = False
-    transformers_sharded.check_trainer(trainer)
+def test_a_second_try_with_smaller_batches_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
+    callback = GrowPruneCallback(sparsity=0.9)
+    with pytest.raises(GrowpruneError, match="auto_find_batch_size"):
+        make_trainer(tmp_path, make_model("bert"), make_data("bert"), callback, auto_find_batch_size=True)
 
 
 def test_a_schedule_of_ones_own_is_not_restarted(tmp_path: Path) -> None:
@@ -134,11 +128,15 @@ def test_a_schedule_of_ones_own_is_not_restarted(tmp_path: Path) -> None:
             trainer.train()
 
 
-def test_a_callback_is_for_one_model(tmp_path: Path) -> None:
-    _, callback = train(tmp_path, "bert")
+@pytest.mark.parametrize("checkpoint", [None, "checkpoint-3"])
+def test_a_callback_is_for_one_model(checkpoint: str | None, tmp_path: Path) -> None:
+    _, callback = train(tmp_path, "bert", args=SAVING)
+    before = callback.sparse.masks
     other = make_trainer(tmp_path, make_model("bert", seed=1), make_data("bert"), callback)
     with pytest.raises(GrowpruneError, match="belongs to another model: make a new one for each model"):
-        other.train()
+        other.train(resume_from_checkpoint=checkpoint and str(tmp_path / checkpoint))
+    assert callback.cursor.is_over
+    assert all(torch.equal(mask, before[name]) for name, mask in callback.sparse.masks.items())
 
 
 def test_two_callbacks_are_refused_before_any_weight_is_lost(tmp_path: Path) -> None:
@@ -168,19 +166,11 @@ def test_a_checkpoint_without_our_state_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "args", "message"),
     [
-        ({"storage": "compact"}, {}, "trained with storage='masked', but GrowPruneCallback has storage='compact': res"),
-        ({"method": "set"}, {}, "trained with method='rigl', but GrowPruneCallback has method='set': resume with"),
-        (
-            {"every": 3},
-            {},
-            "belongs to another plan of rigl: give GrowPruneCallback the same options, parts",
-        ),
-        (
-            {"keep_dense": []},
-            {},
-            "belongs to another plan of rigl: .* keep_dense, include and initial_mask as",
-        ),
-        ({}, {"max_steps": 9}, r"a training of 8 optimizer steps, but the Trainer makes 9: set .*max_steps=8"),
+        ({"storage": "compact"}, {}, "storage='masked', but this training has storage='compact': resume with"),
+        ({"method": "set"}, {}, "method='rigl', but this Sparsifier has method='set': resume with"),
+        ({"every": 3}, {}, "belongs to another plan of rigl"),
+        ({"keep_dense": []}, {}, "belongs to another plan of rigl"),
+        ({}, {"max_steps": 9}, r"has 8 optimizer steps, but the Trainer makes 9: set .*max_steps=8"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(
@@ -194,7 +184,7 @@ def test_a_checkpoint_of_another_training_is_refused(
 def test_a_checkpoint_whose_weights_are_of_another_moment_is_refused(tmp_path: Path) -> None:
     train(tmp_path, "bert", args=SAVING)
     shutil.copy(tmp_path / "checkpoint-6" / "model.safetensors", tmp_path / "checkpoint-3")
-    with pytest.raises(GrowpruneError, match="has non-zero weights that the mask in the checkpoint prunes"):
+    with pytest.raises(GrowpruneError, match=r"disagree with the masks .* non-zero where the mask prunes"):
         train(tmp_path, "bert", args=SAVING, resume=f"{tmp_path}/checkpoint-3")
 
 
@@ -241,28 +231,42 @@ def test_a_callback_has_no_model_before_the_training(name: str) -> None:
         getattr(GrowPruneCallback(sparsity=0.9), name)
 
 
-def test_a_trainer_that_loads_in_another_way_is_refused_and_not_left_with_other_masks() -> None:
-    from growprune.integrations.transformers_trainer import take_over
-
-    class Other:
-        pass
-
-    with pytest.raises(
-        GrowpruneError, match=r"^this Trainer has no method _load_best_model: install a version of transformers"
-    ):
-        take_over(Other(), "_load_best_model", print)
+def test_a_trainer_that_loads_in_another_way_is_refused() -> None:
+    with pytest.raises(GrowpruneError, match=r"^object has no method _load_best_model: install a version"):
+        call_first(object(), "_load_best_model", print)
 
 
-def test_a_layer_that_is_called_several_times_is_told_how_edits_by_gradient_work(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 32, "embedding_size": 8, "hidden_size": 16, "intermediate_size": 32}
-    config = hf.AlbertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_labels=3)
-    for storage in ("masked", "compact"):
-        callback = GrowPruneCallback("rigl", sparsity=0.75, storage=storage)
-        model = hf.AlbertForSequenceClassification(config)
-        trainer = make_trainer(tmp_path, model, make_data("bert"), callback)
-        if storage == "masked":
-            trainer.train()
-            assert callback.sparse.is_at_target
-        else:
-            with pytest.raises(GrowpruneError, match=r"a second gradient .* or use storage='masked'$"):
-                trainer.train()
+def test_a_callback_that_is_called_by_no_trainer_is_refused() -> None:
+    with pytest.raises(GrowpruneError, match=r"works only in the Trainer of transformers"):
+        calling_trainer()
+
+
+def test_a_callback_finds_the_trainer_that_calls_it(tmp_path: Path) -> None:
+    class Finding(hf.TrainerCallback):
+        def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+            self.found = [calling_trainer()]
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.found.append((lambda: calling_trainer())())
+
+    class Derived(hf.Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            return super().train(*args, **kwargs)
+
+    other = make_trainer(tmp_path, make_model("bert"), make_data("bert"))
+    trainer = Derived(make_model("bert"), other.args, train_dataset=make_data("bert"), callbacks=[finding := Finding()])
+    trainer.train()
+    assert finding.found == [trainer, trainer]
+
+
+def test_a_callback_that_was_added_later_trains_but_does_not_resume(tmp_path: Path) -> None:
+    def make() -> tuple[hf.Trainer, GrowPruneCallback]:
+        trainer = make_trainer(tmp_path, make_model("bert"), make_data("bert"), **SAVING)
+        trainer.add_callback(callback := GrowPruneCallback("rigl", sparsity=0.75))
+        return trainer, callback
+
+    trainer, callback = make()
+    trainer.train()
+    assert callback.sparse.is_at_target
+    with pytest.raises(GrowpruneError, match=r"added after the Trainer was made.* Trainer\(callbacks="):
+        make()[0].train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")

@@ -162,7 +162,7 @@ def test_rates_that_follow_density_are_resumed_and_logged_as_the_trainers(storag
     assert_same_bits(resumed.model, whole.model)
     layer = next(iter(callback.sparse.masks))
     assert not torch.equal(whole.model.state_dict()[layer], plain.model.state_dict()[layer])
-    with pytest.raises(GrowpruneError, match=r"lr_scaling=1\.0, but GrowPruneCallback has lr_scaling=0\.0"):
+    with pytest.raises(GrowpruneError, match=r"lr_scaling=1\.0, but this Sparsifier has lr_scaling=0\.0"):
         train(tmp_path / "whole", "bert", "gradual_gap", args=SAVING, resume=True, storage=storage, lr_scaling=0)
     automatic, _ = train(tmp_path / "automatic", "bert", "gradual_gap", storage=storage)
     assert_same_bits(automatic.model, whole.model)  # the Trainer's optimizer is AdamW, and the model is fresh

@@ -114,20 +114,6 @@ def test_a_declaration_of_unknown_parameters_is_refused(said: dict[str, str], of
 # Refusals change nothing
 
 
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-@pytest.mark.parametrize("wrong", [{"pattern": "1:4", "start": 0.5}, {"allocation": "eagle"}, {"pattern": "2:5"}])
-def test_a_refused_sparsify_changes_nothing(wrong: dict[str, Any], storage: str) -> None:
-    model = net()
-    optimizer, before = adam(model), {name: p.clone() for name, p in model.named_parameters()}
-    with pytest.raises(gp.GrowpruneError, match=r"got 0\.5|got 'eagle'|has 16"):
-        gp.sparsify(model, optimizer, sparsity=0.9, iterations=20, storage=storage, **wrong)
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    sparsifier = gp.sparsify(model, optimizer, sparsity=0.9, iterations=20, storage=storage)
-    model(torch.randn(4, 16)).square().mean().backward()
-    optimizer.step()
-    assert sparsifier.cursor.iteration == 1
-
-
 def test_a_refused_sparsify_keeps_the_target_of_a_sparse_model() -> None:
     sparse = gp.sparse_init(net, sparsity=0.5, keep_dense=["5"], allocation="global")
     with pytest.raises(gp.GrowpruneError, match="trains none of the weights"):

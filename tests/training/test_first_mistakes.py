@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import adamw, check_same_bits, frozen, loss_of, sgd, small_net, thawed, train_step
+from plan_cases import adamw, check_same_bits, frozen, sgd, small_net, thawed, train_step
 from torch import nn
 
 import growprune as gp
@@ -31,20 +31,6 @@ def test_an_embedding_tied_to_the_head_is_no_sign_of_training() -> None:
 
     sparsifier, _ = begun(Tied())
     assert sparsifier.plan.options["initial_mask"] == "random"
-
-
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_a_plan_that_could_not_begin_leaves_the_optimizer_as_it_was(storage: str) -> None:
-    model = small_net()
-    optimizer = sgd(model.parameters())
-    given: Any = {"sparsity": 0.75, "iterations": 8, "storage": storage}
-    with pytest.raises(gp.GrowpruneError, match="pass losses") as kept:  # a notebook keeps the last traceback
-        gp.sparsify(model, optimizer, "snip", **given)
-    sparsifier = gp.sparsify(model, optimizer, "snip", losses=[lambda: loss_of(model, 1)], **given)
-    for iteration in range(8):
-        train_step(model, optimizer, iteration)
-    assert sparsifier.is_finished
-    del kept
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])

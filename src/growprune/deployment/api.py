@@ -33,7 +33,7 @@ from growprune.deployment.skeleton import Skeleton, blank_copy, empty, fill_in, 
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
 from growprune.files.quantized import check_values
-from growprune.files.writer import warn_of_unfinished
+from growprune.files.writer import check_finished
 from growprune.sparse.model import SparseModel
 
 SECONDS = 10.0
@@ -89,7 +89,7 @@ def deploy(
     if values is not None and where.type == "cpu":
         raise GrowpruneError(f"values={values!r} needs device='cuda': the CPU kernels only support float32")
     found = _model(model, into)
-    warn_of_unfinished(found, "deployed")
+    check_finished(found, "deployed")
     if where.type == "cuda":
         return deploy_on_gpu(found, given, device=where, seconds=seconds, known={}, values=values)
     if elsewhere := [tensor.device for tensor in module_of(found).parameters() if tensor.device.type != "cpu"]:

@@ -31,7 +31,7 @@ from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
 from growprune.files.quantized import INT8
-from growprune.files.writer import warn_of_unfinished
+from growprune.files.writer import check_finished
 from growprune.masks.zeros import masks_of_zeros
 from growprune.sparse.model import SparseModel
 
@@ -63,7 +63,7 @@ def save_weights(
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
     fill_in(bare)
     sparse = _of_zeros(bare.module, settings) if is_sparse else SparseModel(bare.module, sparsity=0.0)
-    warn_of_unfinished(sparse)
+    check_finished(sparse)
     file.write_file(sparse, folder / WEIGHTS, values=INT8 if int8 else None, only=int8)
 
 

@@ -16,7 +16,7 @@ from growprune.errors import GrowpruneError
 from growprune.files.manifest import FORMAT, Entry
 from growprune.files.quantized import check_values
 from growprune.files.reader import SparseFile, match_model, open_sparse
-from growprune.files.writer import warn_of_unfinished, warn_of_unsaved, write, write_sharded
+from growprune.files.writer import check_finished, warn_of_unsaved, write, write_sharded
 from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
 from growprune.sparse.checks import named_tensors
 from growprune.sparse.model import SparseModel, check_sparse_model
@@ -37,7 +37,7 @@ def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | Non
     """
     check_sparse_model(sparse, "save")
     sparse.notice_shards()
-    warn_of_unfinished(sparse)
+    check_finished(sparse)
     write_file(sparse, path, values=values)
 
 

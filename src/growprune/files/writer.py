@@ -32,7 +32,7 @@ from growprune.masks.encoding import encode_mask
 from growprune.masks.layers import prunable_weights, tensors_of
 from growprune.masks.patterns import Pattern
 from growprune.sparse.cursor import cursor_of
-from growprune.sparse.model import SparseModel
+from growprune.sparse.model import SparseModel, sparse_model_of
 from growprune.sparse.summary import targets
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _stored_parameter(
 ) -> tuple[Entry, dict[str, Tensor]]:
     weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
     mask = sparse.stored[name].mask()
-    values = _live_values(sparse, name, parameter)
+    values = _live_values(sparse, name)
     aim = [aims[weight.name] for weight in weights]
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
     bare = Entry(name, tuple(mask.shape), parameter.dtype, NO_DIGEST, weights, target)
@@ -214,18 +214,21 @@ def warn_of_unsaved(model: nn.Module) -> None:
             warn(f"{what} is not saved: a sparse file holds only parameters and buffers")
 
 
-def warn_of_unfinished(model: SparseModel | nn.Module, done: str = "saved") -> None:
-    """Warn if a model is saved or deployed before its target sparsity, with the reason if its plan shows it.
+def check_finished(model: SparseModel | nn.Module, done: str = "saved") -> None:
+    """Raise if pruned weights of a model are not zero. Warn if it is not at its target sparsity, with the reason.
 
     The words are always the same for one model, so that Python warns once for each line that saves.
 
     Args:
-        model: a SparseModel, or a module. Of a module only a plan knows the target.
+        model: a SparseModel, or a module, which may own one.
         done: what is done with the model.
     """
-    cursor = cursor_of(model)
-    sparse = model if isinstance(model, SparseModel) else None if cursor is None else cursor.sparse
-    if sparse is None or sparse.is_at_target or sparse.sparsity >= sparse.target_sparsity - MISSED:
+    sparse = model if isinstance(model, SparseModel) else sparse_model_of(model)
+    if sparse is None:
+        return
+    sparse.check_zeros()
+    cursor = cursor_of(sparse)
+    if sparse.is_at_target or sparse.sparsity >= sparse.target_sparsity - MISSED:
         return
     target, before = f"not at its target sparsity of {sparse.target_sparsity:.4g}", f"before it is {done}"
     if cursor is None or cursor.is_over:
@@ -239,15 +242,10 @@ def warn_of_unfinished(model: SparseModel | nn.Module, done: str = "saved") -> N
         )
 
 
-def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
-    """Return the live values in row-major order, for any storage. Raise if pruned weights are not zero."""
+def _live_values(sparse: SparseModel, name: str) -> Tensor:
+    """Return the live values in row-major order, for any storage."""
     stored = sparse.stored[name]
-    values = stored.to_live(stored.parameter.detach())
-    if sparse.ranks is not None:
-        return values  # compact, and so nothing else is there
-    if torch.count_nonzero(values) != torch.count_nonzero(parameter):
-        raise GrowpruneError(f"{name} has non-zero weights where its mask is pruned: call enforce() before saving")
-    return values
+    return stored.to_live(stored.parameter.detach())
 
 
 def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -1,10 +1,8 @@
 """Sparse training in a loop of your own with accelerate.
 
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    sparsifier = gp.sparsify(model, optimizer, sparsity=0.9, iterations=epochs * len(loader))
-    keep_in_checkpoints(accelerator, sparsifier)      # accelerator.save_state() and load_state() keep the masks
-
-`accelerator.register_for_checkpointing(sparsifier)` does the same for masked storage, as accelerate's own pickles.
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+sparsifier = gp.sparsify(model, optimizer, sparsity=0.9, iterations=epochs * len(loader))
+keep_in_checkpoints(accelerator, sparsifier)      # accelerator.save_state() and load_state() keep the masks
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from growprune.errors import GrowpruneError
+from growprune.integrations.callback import check_saved
 from growprune.integrations.checkpoint_folders import read_state, write_state
 from growprune.training.sparsifier import Sparsifier
 
@@ -27,15 +26,10 @@ def keep_in_checkpoints(accelerator: Any, sparsifier: Sparsifier) -> None:
             f"keep_in_checkpoints takes a Sparsifier, got {type(sparsifier).__name__}: give what gp.sparsify returns"
         )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False):
-        raise GrowpruneError(
-            "keep_in_checkpoints does not work with FSDP2, since accelerate loads sharded weights before it calls "
-            "hooks: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
-        )
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise GrowpruneError(
-            f"growprune does not work with FSDP1, DeepSpeed or Megatron-LM, got {kind}: use FSDP2 (fsdp_version=2) or "
-            f"DDP"
+            f"keep_in_checkpoints does not work with {kind}: use DDP, or sparse.shard(mesh) and "
+            f"growprune.save_sharded_checkpoint"
         )
     if accelerator.num_processes > 1 and sparsifier.sparse.storage == "compact":
         raise GrowpruneError(
@@ -48,7 +42,9 @@ def keep_in_checkpoints(accelerator: Any, sparsifier: Sparsifier) -> None:
             write_state(Path(folder), sparsifier.state_dict(only_masks=True))
 
     def load(models: Any, folder: str) -> None:
-        sparsifier.load_state_dict(read_state(Path(folder)))
+        state = read_state(Path(folder))
+        check_saved(state, sparsifier.settings)
+        sparsifier.load_state_dict(state)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

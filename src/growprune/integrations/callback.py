@@ -17,12 +17,12 @@ from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel, is_replicated
 from growprune.sparse.rng import rng_state, set_rng_state
 from growprune.storage.kernels import count_bits
-from growprune.training.first_mask import FirstMask
 from growprune.training.settings import PartsLike, Settings
+from growprune.training.sparsifier import Sparsifier
 
 
 class SparseCallback:
-    """A callback of some trainer that makes a model sparse: its arguments, its cursor, and copies of the model."""
+    """A callback of a trainer that makes a model sparse: a Sparsifier, figures to log, and copies of the model."""
 
     _has_bare_copies = False
     """Whether an attribute of another callback that is of the model's own class is a copy; it may be a teacher too."""
@@ -49,30 +49,31 @@ class SparseCallback:
         log_layers: bool = False,
         **options: Any,
     ) -> None:
-        self.arguments = Settings.among(locals())
-        self._cursor: Cursor | None = None
-        self._lengths: tuple[int, int | None] = (0, None)
-        """The optimizer steps of the training that the plan was made for, in all and in an epoch."""
-        self._first: FirstMask | None = None
-        """How the first mask was chosen, if the model was made sparse, or the checkpoint says it."""
+        self.settings = Settings.among(locals())
+        self._sparsifier: Sparsifier | None = None
         self._copies = Copies(are_bare=self._has_bare_copies)
         self._log_layers = log_layers
         self._figures: Figures | None = None
 
     @property
-    def cursor(self) -> Cursor:
-        """The place in the plan."""
-        if self._cursor is None:
+    def sparsifier(self) -> Sparsifier:
+        """The Sparsifier of the model, as `growprune.sparsify` returns it."""
+        if self._sparsifier is None:
             raise GrowpruneError(
                 f"{type(self).__name__} has no model yet: it gets one when the trainer starts to train, so give it to "
                 f"a trainer as callbacks=[...] and train first"
             )
-        return self._cursor
+        return self._sparsifier
+
+    @property
+    def cursor(self) -> Cursor:
+        """The place in the plan."""
+        return self.sparsifier.cursor
 
     @property
     def sparse(self) -> SparseModel:
         """The sparse model."""
-        return self.cursor.sparse
+        return self.sparsifier.sparse
 
     def add_copy(self, copy: nn.Module) -> None:
         """Keep a copy of the model, such as a moving average, as sparse as the model itself.
@@ -82,67 +83,72 @@ class SparseCallback:
         """
         self._copies.add(copy)
 
+    @contextlib.contextmanager
+    def _plain_if_refused(self) -> Iterator[None]:
+        """A context for the beginning: if it is refused before the first edit, the model is a plain one again."""
+        try:
+            yield
+        except GrowpruneError:
+            if self._sparsifier is not None and self.cursor.position < 0:
+                self._sparsifier.to_dense_()
+                self._sparsifier = None
+            raise
+
+    def _check_place(self, total: int, step: int, remedy: Callable[[int], str]) -> None:
+        """Raise unless the trainer goes on where the plan stands.
+
+        Args:
+            total, step: the optimizer steps that the trainer makes, and those that it has made.
+            remedy: returns the setting of the trainer for a training of a given number of steps.
+        """
+        steps, done = self.sparsifier.lengths[0], self.cursor.iteration
+        if self.cursor.is_over or steps is None:
+            return
+        if total != steps:
+            raise GrowpruneError(
+                f"the plan has {steps} optimizer steps, but the Trainer makes {total}: set {remedy(steps)}, as when "
+                f"the plan began"
+            )
+        if done > step:
+            raise GrowpruneError(
+                f"the plan is at step {done} of {steps}, but the Trainer is at step {step}: resume from a checkpoint, "
+                f"or use a new model and a new {type(self).__name__}"
+            )
+
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint needs, as plain values and tensors."""
-        first = self._first or FirstMask(None)
-        return {
-            "arguments": self.arguments.to_save(),
-            "first": [first.initial_mask, first.found],
-            "lengths": self._lengths,
-            "sparse": self.sparse.state_dict(),
-            "cursor": self.cursor.state_dict(),
-            "figures": {} if self._figures is None else self._figures.state_dict(),
-        }
+        """Return what a checkpoint needs, as plain values and tensors."""
+        figures = {} if self._figures is None else self._figures.state_dict()
+        return {"sparsifier": self.sparsifier.state_dict(only_masks=True), "figures": figures}
 
-    def _make_figures(self, saved: Mapping[str, Any] | None) -> None:
-        """Begin to log figures; after a resume, compare with what the interrupted training would have compared with."""
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        """Load what `_state` returned. A trainer loads weights and optimizers after it, so that they fit the masks."""
+        self.sparsifier.load_state_dict(saved["sparsifier"])
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
-        if saved is not None and saved["figures"]:
+        if saved["figures"]:
             self._figures.load_state_dict(saved["figures"])
-
-    def _check_arguments(self, saved: Mapping[str, Any]) -> None:
-        """Raise if the state of a checkpoint was written with other settings."""
-        check_state(saved, "arguments", "first", "lengths", "sparse", "cursor", "figures")
-        mine = self.arguments.to_save()
-        for name, value in saved["arguments"].items():
-            if value != mine[name]:
-                raise GrowpruneError(
-                    f"the checkpoint was trained with {name}={value!r}, but {type(self).__name__} has "
-                    f"{name}={mine[name]!r}: resume with {name}={value!r}"
-                )
-
-    def _take_over(self, saved: Mapping[str, Any]) -> None:
-        """Take from a checkpoint what the plan was made with, before the cursor is made."""
-        self._check_arguments(saved)
-        mask, found = saved["first"]
-        self._lengths, self._first = saved["lengths"], FirstMask(mask, found)
-
-    def _make_cursor_of(self, model: nn.Module, *, remedy: Callable[[int], str], **how: Any) -> Cursor:
-        iterations, per_epoch = self._lengths
-        lengths: dict[str, Any] = {"iterations": iterations, "iterations_per_epoch": per_epoch}
-        resolved = self.arguments.resolve(model, first=self._first, remedy=remedy, **lengths)
-        self._first = resolved.first
-        return resolved.cursor(model, **how)
 
     def _warn_if_stopped(self, remedy: str) -> None:
         """Warn if the training ended before the model is at its target sparsity."""
-        if self._cursor is not None and not self.sparse.is_at_target:
+        if self._sparsifier is not None and not self.sparse.is_at_target:
             warn(
-                f"the training ended at step {self.cursor.iteration} of {self._lengths[0]} of the plan, at sparsity "
-                f"{self.sparse.sparsity:.4g} (target {self.sparse.target_sparsity:.4g}): resume with {remedy}"
+                f"the training ended at step {self.cursor.iteration} of {self.cursor.num_iterations} of the plan, at "
+                f"sparsity {self.sparse.sparsity:.4g} (target {self.sparse.target_sparsity:.4g}): resume with {remedy}"
             )
 
-    def _check_place(self, saved: Mapping[str, Any]) -> None:
-        """Raise if the state of a checkpoint belongs to another plan."""
-        if not self.cursor.is_place(saved["cursor"]):
-            raise GrowpruneError(
-                f"the checkpoint belongs to another plan of {self.arguments.name}: give {type(self).__name__} the same "
-                f"options, parts, keep_dense, include and initial_mask as when it was written"
-            )
+
+def check_saved(saved: Mapping[str, Any], settings: Settings) -> None:
+    """Raise unless the state of a Sparsifier has this storage, since a trainer saves optimizers as the storage is."""
+    check_state(saved, "settings")
+    storage = saved["settings"].get("storage")
+    if storage != settings.storage:
+        raise GrowpruneError(
+            f"the checkpoint was saved with storage={storage!r}, but this training has storage={settings.storage!r}: "
+            f"resume with storage={storage!r}"
+        )
 
 
 @contextlib.contextmanager
-def looking(by: By) -> Iterator[None]:
+def scoring(by: By) -> Iterator[None]:
     """A context for losses that are computed before the first step, for an edit by gradient.
 
     It restores the random numbers, so that the training draws what it would have drawn anyway. GraSP differentiates
@@ -156,6 +162,21 @@ def looking(by: By) -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH) if by is By.GRASP else contextlib.nullcontext():
         yield
     set_rng_state(before)
+
+
+def call_first(owner: Any, method: str, first: Callable[..., None]) -> None:
+    """Call a function before a method of an object, with the same arguments; `del` of the attribute undoes it."""
+    own = getattr(type(owner), method, None)
+    if own is None:  # nothing would ever call the function
+        raise GrowpruneError(
+            f"{type(owner).__name__} has no method {method}: install a version of the trainer that growprune supports"
+        )
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return own(owner, *args, **kwargs)
+
+    vars(owner)[method] = both
 
 
 def call_only_if(is_due: Callable[[], bool], owner: Any, method: str) -> None:
@@ -183,7 +204,7 @@ class Figures:
         """What was read last."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next reading compares with."""
+        """Return what the next reading compares with."""
         return {"masks": self._masks, "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,7 +212,7 @@ class Figures:
         self._num_changes = -1  # another count than that of this process: compare
 
     def read(self) -> dict[str, float]:
-        """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
+        """Return sparsity, live weights, phase, and churn: the share of live weights that the last reading had dead."""
         sparse = self._cursor.sparse
         alive = sparse.alive_by_weight()
         total = sum(alive.values())
@@ -208,7 +229,7 @@ class Figures:
         return self.last
 
     def _born(self) -> int:
-        """The number of live weights that were dead at the last reading."""
+        """Return the number of live weights that were dead at the last reading."""
         sparse = self._cursor.sparse
         if sparse.num_mask_changes == self._num_changes:
             return 0

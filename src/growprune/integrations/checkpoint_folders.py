@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.files.checkpoint import load, save
-from growprune.masks.bits import unpack
 from growprune.masks.layers import first_names
 from growprune.plan import Part
-from growprune.sparse.model import SparseModel
 
 FOLDER = "growprune"
 """The folder of our state, in the folder of a checkpoint."""
@@ -85,17 +81,3 @@ def left_out(model: nn.Module, folder: Path) -> Part:
 def _names_in(file: Path) -> list[str]:
     with safe_open(file, "pt") as opened:
         return list(opened.keys())
-
-
-def check_zeros(sparse: SparseModel, masks: dict[str, Tensor], left_out: Container[str]) -> None:
-    """Raise if weights that were loaded are not zero where masks are: they are of another moment, and would be lost."""
-    parameters = dict(sparse.model.named_parameters())
-    for weight in sparse.weights:
-        name, parameter = weight.parameter, parameters[weight.parameter]
-        if name not in masks or name in left_out or parameter.ndim < len(weight.shape):  # or compact already
-            continue
-        if torch.count_nonzero(parameter.detach()[~unpack(masks[name], parameter.shape, parameter.device)]):
-            raise GrowpruneError(
-                f"{name} has non-zero weights that the mask in the checkpoint prunes, so the two were not saved "
-                f"together: resume from another checkpoint"
-            )

@@ -740,15 +740,6 @@ class SparseModel:
             self.check_by(by)
         self.gradients.watch(by)
 
-    def begin_anew(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
-        """Undo all training since a snapshot that was taken before the first edit."""
-        self.watch(())
-        self.gradients.clear()
-        self.restore(snapshot)
-        self.set_rule(None)
-        self.editor.num_edits = 0
-        self.reset_optimizers()
-
     # Processes that train replicas
 
     def add_up_gradients(self, add_up: Callable[[Tensor], Tensor]) -> None:
@@ -924,10 +915,17 @@ class _LoadCheck:
     def __init__(self, sparse: SparseModel) -> None:
         self._sparse = weakref.ref(sparse)
 
-    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
+    def __call__(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: object
+    ) -> None:
         sparse = self._sparse()
         if sparse is None:
             return
+        if sparse.storage == "masked" and metadata.get("assign_to_params_buffers"):
+            raise GrowpruneError(
+                "load_state_dict(assign=True) would replace the weights of a sparse model by others, which have no "
+                "masks and which no optimizer trains: use assign=False"
+            )
         wrong = {}
         for path, layer in module.named_modules():
             for local, stored in stored_in(layer).items():
@@ -941,9 +939,9 @@ class _LoadCheck:
         if wrong:
             raise GrowpruneError(
                 f"the weights to load disagree with the masks of the model: {_listed(wrong)} non-zero where the mask "
-                f"prunes; nothing was loaded. Resume with sparsifier.load_state_dict(sparsifier_state), which has the "
-                f"masks too, or take the zeros of these weights as the masks with sparse.adopt_zeros(weights). Load "
-                f"dense weights before the model is made sparse"
+                f"prunes; none of them was loaded. Resume with sparsifier.load_state_dict(sparsifier_state), which has "
+                f"the masks too, or take the zeros of these weights as the masks with sparse.adopt_zeros(weights). "
+                f"Load dense weights before the model is made sparse"
             )
 
     def __deepcopy__(self, memo: object) -> Any:

@@ -90,6 +90,8 @@ class Stepper:
         """Returns the optimizer, as long as it exists."""
         self._models: list[weakref.ref[SparseModel]] = []
         self._handles: list[Any] = []
+        self._refusal: Any = None
+        """The hook that refuses steps after `to_dense_`."""
         self._now: list[tuple[SparseModel, dict[str, Any]]] = []
         """During a step: each model, and how its parameters that the optimizer trains are stored, by name."""
         self._scaled: list[tuple[Group, list[Group]]] = []
@@ -126,6 +128,7 @@ class Stepper:
         """Do what comes after a step."""
         del args, kwargs
         models, skipped = self._now, is_skipped(optimizer)
+        self._now = []  # so that it does not keep models alive
         for model, trained in models:
             model.mask_weights(trained, () if keeps_zeros(optimizer) else (optimizer,))
         for model, trained in models if not skipped else ():
@@ -151,8 +154,10 @@ class Stepper:
         optimizer = self.optimizer()
         if optimizer is None or model in self.models():
             return
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
         if not self._models:
-            self._remove_hooks()  # one that refuses steps
             self._handles = [
                 optimizer.register_step_pre_hook(uncompiled(self.before)),
                 optimizer.register_step_post_hook(uncompiled(self.after)),
@@ -173,12 +178,12 @@ class Stepper:
         self.restore_groups()
         for reference in [reference for reference in self._models if reference() is model]:
             self._drop(reference)
-        if reason and (optimizer := self.optimizer()) is not None:
+        if reason and self._refusal is None and (optimizer := self.optimizer()) is not None:
 
             def refuse(*_: Any) -> None:
                 raise GrowpruneError(reason)
 
-            self._handles.append(optimizer.register_step_pre_hook(uncompiled(refuse)))
+            self._refusal = optimizer.register_step_pre_hook(uncompiled(refuse))
 
     def _drop(self, reference: weakref.ref[SparseModel]) -> None:
         self._models = [other for other in self._models if other is not reference]
@@ -218,13 +223,7 @@ class Stepper:
         if optimizer is None or not self._scaled:
             return
         for group, parts in self._scaled:
-            first = parts[0]
-            if first is group:
-                continue
-            is_new_rate = first["lr"] is not first[GIVEN]  # somebody has set another one since
-            group |= {name: value for name, value in first.items() if name not in ("params", "lr", GIVEN)}
-            if is_new_rate:
-                group["lr"] = first["lr"]
+            group |= {name: value for name, value in parts[0].items() if name != "params"}
         ours = {id(part) for _, parts in self._scaled for part in parts}
         self._users_groups += [group for group in optimizer.param_groups if id(group) not in ours]  # added since
         optimizer.param_groups, self._scaled, self._users_groups = self._users_groups, [], []
@@ -234,7 +233,7 @@ class Stepper:
         for _, (first, *rest) in self._scaled:
             for part in rest:
                 for name, value in first.items():
-                    if name not in ("params", "lr", GIVEN) and not _is_same(part.get(name), value):
+                    if name not in ("params", "lr") and not _is_same(part.get(name), value):
                         self.restore_groups()
                         raise GrowpruneError(
                             f"{type(optimizer).__name__} keeps {name!r} for each param group, and it differs between "
@@ -258,19 +257,21 @@ class Stepper:
         self._dtype = dtype
 
 
-GIVEN = "_growprune_given_lr"
-"""The entry of a scaled group with the learning rate it was made with."""
-
-
 def _split(group: Group, factors: Mapping[int, float]) -> list[Group]:
-    """Split a group by rate. A group whose rates stay as they are is itself."""
-    by_factor: dict[float, list[Any]] = {}
+    """Split a group by rate. A group whose rates stay as they are is itself.
+
+    The first part has the user's rate, even if it has no parameters, so that a rate which is set or multiplied after a
+    step that raised is the user's.
+    """
+    by_factor: dict[float, list[Any]] = {1.0: []}
     for parameter in group["params"]:
         by_factor.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
     if by_factor.keys() <= {1.0}:
         return [group]
-    parts = [{**group, "params": ps, "lr": group["lr"] * factor} for factor, ps in by_factor.items()]
-    return [part | {GIVEN: part["lr"]} for part in parts]
+    return [
+        {**group, "params": parameters, "lr": group["lr"] if factor == 1 else group["lr"] * factor}
+        for factor, parameters in by_factor.items()
+    ]
 
 
 def _is_same(a: Any, b: Any) -> bool:
