@@ -199,6 +199,7 @@ class Stepper:
 
     def _scale_groups(self, optimizer: Optimizer) -> None:
         """Split the param groups by the densities of all models (see learning_rates.py), until `restore_groups`."""
+        self.restore_groups()  # an optimizer may call its closure twice in a step
         factors: dict[int, float] = {}
         for model, trained in self._now:
             if exponent := exponent_for(model.lr_scaling, optimizer):
