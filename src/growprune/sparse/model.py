@@ -435,18 +435,21 @@ class SparseModel:
         self.check_not_released()
         if self.ranks is not None:
             raise GrowpruneError("adopt_zeros does not work with a sharded model: call it before sparse.shard")
-        if missing := [] if state is None else [name for name in self.stored if name not in state]:
-            raise GrowpruneError(f"the state dict has no {missing[0]}: pass one of the same model")
+        if state is not None:  # all is checked before anything is changed
+            mine = self.model.state_dict()
+            if unlike := sorted(mine.keys() ^ state.keys()):
+                raise GrowpruneError(
+                    f"only one of the state dict and the model has {unlike[0]}: pass one of this model"
+                )
+            shapes = {name: getattr(state[name], "shape", None) for name in mine}
+            for name, tensor in mine.items():
+                if shapes[name] != (shape := getattr(tensor, "shape", None)):
+                    raise GrowpruneError(f"{name} has shape {shapes[name]} in the state dict, but {shape} here")
         self.restore_groups()
 
         def values(name: str) -> Tensor:
             return self.stored[name].weight() if state is None else state[name]
 
-        for name, stored in self.stored.items():
-            if values(name).shape != stored.shape:
-                raise GrowpruneError(
-                    f"{name} has shape {tuple(values(name).shape)} in the state dict, but {tuple(stored.shape)} here"
-                )
         for name, mask in masks_of_zeros(values, self.weights, self.pattern).items():
             with self.following(name) as stored:
                 stored.set_mask(mask.to(stored.parameter.device))
