@@ -325,7 +325,7 @@ def test_an_optimizer_that_calls_its_closure_twice_scales_rates_once() -> None:
     rates: list[list[float]] = []
     model = nn.Linear(8, 8, bias=False)
     optimizer = Twice(model.parameters(), 0.1)
-    sparse = SparseModel(model, 0.75, lr_scaling=1)
+    sparse = gp.SparseModel(model, 0.75, lr_scaling=1)
     sparse.attach(optimizer)
     sparse.prune()
     for _ in range(2):
