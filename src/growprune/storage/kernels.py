@@ -291,22 +291,6 @@ def zero_off(tensor: Tensor, bits: Tensor) -> None:
     triton.zero_off(tensor, bits)
 
 
-def expander(
-    values: Tensor, bits: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype, group: int
-) -> Callable[[int], Tensor] | None:
-    """Return a fast function that expands such values, given their address; None if there is none."""
-    triton = _triton_kernels(values.device.type)
-    return None if triton is None else triton.expander(values, bits, offsets, shape, dtype, group)
-
-
-def compressor(
-    dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int
-) -> Callable[[int], Tensor] | None:
-    """Return a fast function for `compress`, as `expander` does for `expand`."""
-    triton = _triton_kernels(dense.device.type)
-    return None if triton is None else triton.compressor(dense, bits, offsets, nnz, dtype, group)
-
-
 @functools.cache
 def _triton_kernels(device_type: str) -> ModuleType | None:
     """Return the Triton kernels if they can run. Cached for each kind of device, so that it logs once."""
