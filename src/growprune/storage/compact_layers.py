@@ -209,7 +209,7 @@ class CompactLinear(torch.autograd.Function):
 
 
 def _has_block_products(layout: Any, x: Tensor) -> bool:
-    if layout is None or layout.blocks is None or not block_products.can_run(x):
+    if layout is None or layout.blocks is None or not block_products.can_run(layout.blocks, x):
         return False
     # they have no derivatives of their own, which are wanted where a backward pass makes a graph
     return torch.compiler.is_compiling() or not torch.is_grad_enabled()
