@@ -50,20 +50,6 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
     return values
 
 
-def pack(mask: Tensor, num_bytes: int) -> Tensor:
-    bits = torch.empty(num_bytes, dtype=torch.uint8, device=mask.device)
-    grid = (-(-num_bytes // 128), 1, 1)
-    launch(_pack_kernel, grid, (mask.contiguous().view(torch.uint8), bits), (mask.numel(), 128), num_warps=4)
-    return bits
-
-
-def unpack(bits: Tensor, n: int) -> Tensor:
-    mask = torch.empty(n, dtype=torch.bool, device=bits.device)
-    grid = (-(-bits.numel() // 128), 1, 1)
-    launch(_unpack_kernel, grid, (mask.view(torch.uint8), bits), (n, 128), num_warps=4)
-    return mask
-
-
 def zero_off(flat: Tensor, bits: Tensor) -> None:
     """Set a contiguous tensor to zero where the bits are zero, in place."""
     grid = (-(-bits.numel() // ZERO_BYTES), 1, 1)
@@ -84,34 +70,11 @@ def _tile(group: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _pack_kernel(mask, bits, n, BYTES: tl.constexpr):
-    first, place, exists = _octets(tl.program_id(0), n, BYTES)
-    lives = tl.load(mask + first * 8 + place, mask=exists, other=0) != 0
-    octets = tl.sum(lives.to(tl.int32) << tl.arange(0, 8)[None, :], 1)
-    tl.store(bits + first + tl.arange(0, BYTES), octets.to(tl.uint8))
-
-
-@triton.jit
-def _unpack_kernel(mask, bits, n, BYTES: tl.constexpr):
-    first, place, exists = _octets(tl.program_id(0), n, BYTES)
-    octets = tl.load(bits + first + tl.arange(0, BYTES)).to(tl.int32)
-    alive = (octets[:, None] >> tl.arange(0, 8)[None, :]) & 1
-    tl.store(mask + first * 8 + place, alive.to(tl.uint8), mask=exists)
-
-
-@triton.jit
-def _octets(program, n, BYTES: tl.constexpr):
-    """The first of a program's bytes of mask, where its elements lie from the first on, and which exist."""
-    first = program.to(tl.int64) * BYTES
-    place = tl.arange(0, BYTES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    return first, place, place < n - first * 8
-
-
-@triton.jit
 def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr):
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the end may still be in the cache after writing
-    first, place, exists = _octets(program, n, BYTES)
-    byte = tl.arange(0, BYTES)
+    first, byte = program.to(tl.int64) * BYTES, tl.arange(0, BYTES)
+    place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    exists = place < n - first * 8
     octets = tl.load(bits + first + byte, mask=byte < num_bytes - first, other=0).to(tl.int32)
     alive = ((octets[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
     # eight neighbours are loaded as one: only if all of them are dead, they are left out
