@@ -293,19 +293,6 @@ def next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> l
     return edits
 
 
-def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:
-    """Return the prunes right after a branch's fork, if nothing else happens there.
-
-    A machine may then prune the part that it trained before the merge, with the same result. This holds as long as no
-    other part is ranked with it. With one ranking of the whole model, parts are pruned after the merge.
-    """
-    later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
-    after = next((phase for phase in later if phase.stage > scheduled.stage), None)
-    edits = () if after is None or after.branch is not None else after.phase.edits
-    is_plain = all(e.action is Action.PRUNE and e.is_usual and e.to is not None for e in edits)
-    return edits if is_plain else ()
-
-
 def onward(trail: str, scheduled: ScheduledPhase) -> str:
     """Return a digest of the phases up to this one, so that a cursor resumes in the same plan only."""
     phase, returns = scheduled.phase, scheduled.returns

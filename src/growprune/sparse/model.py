@@ -706,13 +706,6 @@ class SparseModel:
     def set_rule(self, rule: RunningRule | None) -> None:
         self.rule = rule
 
-    def prune_early(self, edits: Sequence[Edit], part: Part) -> None:
-        """Apply those rankings of later edits that lie within a part."""
-        for edit in edits:
-            self.editor.apply_within(edit, set(part.tensors))
-        if edits:
-            self.enforce()
-
     def skip(self, edits: Sequence[Edit]) -> None:
         """Record edits that are applied elsewhere, so that later ones draw the same random numbers everywhere."""
         self.editor.num_edits += len(edits)

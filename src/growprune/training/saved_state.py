@@ -49,8 +49,6 @@ _PLACE: Names = {
     "cursor.is_counting": bool,
     "cursor.num_steps_after": int,
     "cursor.rule": dict,
-    "cursor.base": (dict, type(None)),
-    "cursor.returned": dict,
 }
 _MORE: Names = {
     "weights": dict,
