@@ -130,6 +130,24 @@ def test_weights_whose_masks_are_lost_are_adopted_with_their_zeros(storage: str)
     assert not is_same(state_of(model), best)
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_state_of_an_optimizer_may_be_loaded_before_or_after_the_masks(is_first: bool) -> None:
+    model, optimizer, sparsifier = begun()
+    train(model, optimizer, 8)
+    saved = copy.deepcopy((sparsifier.state_dict(only_masks=True), model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 12)
+    expected = state_of(model)
+    model, optimizer, sparsifier = begun()
+    if is_first:
+        optimizer.load_state_dict(saved[2])
+    sparsifier.load_state_dict(saved[0])
+    model.load_state_dict(saved[1])
+    if not is_first:
+        optimizer.load_state_dict(saved[2])
+    train(model, optimizer, 12)
+    assert is_same(state_of(model), expected)
+
+
 WRONG: dict[str, Callable[[State], Any]] = {
     "4.bias": lambda state: state.update({"4.bias": torch.zeros(7)}),
     "0.weight": lambda state: state.update({"0.weight": torch.zeros(3, 16)}),
