@@ -430,7 +430,7 @@ class SparseModel:
         """Take the zeros of weights as the masks: those of a `state_dict`, which is loaded, or of the present weights.
 
         Use it for weights whose masks you did not save, such as the best weights of a training. Live weights that
-        happen to be zero count as pruned. For an exact resume, load the state of the Sparsifier instead.
+        happen to be zero count as pruned; dense weights are an error. For an exact resume, load the state of the Sparsifier instead.
         """
         self.check_not_released()
         if self.ranks is not None:
@@ -450,7 +450,9 @@ class SparseModel:
         def values(name: str) -> Tensor:
             return self.stored[name].weight() if state is None else state[name]
 
-        for name, mask in masks_of_zeros(values, self.weights, self.pattern).items():
+        masks = masks_of_zeros(values, self.weights, self.pattern)
+        check_sparse(self.weights, masks, self.pattern)  # a dense model is an error, as in `from_zeros`
+        for name, mask in masks.items():
             with self.following(name) as stored:
                 stored.set_mask(mask.to(stored.parameter.device))
         if state is not None:
