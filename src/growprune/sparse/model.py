@@ -430,7 +430,8 @@ class SparseModel:
         """Take the zeros of weights as the masks: those of a `state_dict`, which is loaded, or of the present weights.
 
         Use it for weights whose masks you did not save, such as the best weights of a training. Live weights that
-        happen to be zero count as pruned; dense weights are an error. For an exact resume, load the state of the Sparsifier instead.
+        happen to be zero count as pruned; dense weights are an error. For an exact resume, load the state of the
+        Sparsifier instead.
         """
         self.check_not_released()
         if self.ranks is not None:
