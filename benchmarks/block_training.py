@@ -35,7 +35,7 @@ SPARSITIES = (0.9, 0.8, 0.7, 0.95, 0.85)
 PRODUCTS = ("output", "input", "values")
 SPLIT = {
     "AdamW": "multi_tensor",
-    "live blocks": "_output_kernel|_input_kernel|_values_kernel",
+    "live blocks": "_output_kernel|_input_kernel|_values_kernel|_neighbours_kernel",
     "dense and back": "_expand_kernel|_compress_kernel",
     "cuBLAS": "gemm|nvjet",
     "attention": "flash|fmha|attention",
@@ -60,7 +60,16 @@ def milliseconds(run: Callable[[], object]) -> float:
     if device().type != "cuda":
         return 1000 * median_seconds(run, 1)
     run()
-    return min(block_products._milliseconds(run) for _ in range(3))
+    times = []
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(5):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 5)
+    return min(times)
 
 
 def random_blocks(rows: int, columns: int, side: int, sparsity: float) -> Tensor:
@@ -82,7 +91,7 @@ class Layer:
         self.blocks, self.side = found, side
         dtype = torch.bfloat16 if device().type == "cuda" else torch.float32
         self.x, self.dy = (torch.randn(tokens, n, device=device(), dtype=dtype) for n in (shape[1], shape[0]))
-        self.bits = kernels.pack(mask.view(-1))
+        self.bits, self.group = kernels.pack(mask.view(-1)), 1
         self.offsets, num_alive = kernels.block_offsets(self.bits)
         self.values = torch.randn(num_alive, device=device()).to(dtype)
         self.weight = self.expanded()
@@ -100,57 +109,36 @@ class Layer:
             "values": lambda: self.dy.t() @ self.x,
         }[product]
 
-    def sparse(self, product: str, tile: Any) -> Callable[[], Tensor]:
-        x, dy, values = self.x, self.dy, self.values
-        if device().type != "cuda":
-            return {
-                "output": lambda: blocks.output(x, values, None, self.blocks),
-                "input": lambda: blocks.input_gradient(dy, values, self.blocks),
-                "values": lambda: blocks.values_gradient(dy, x, self.blocks, torch.float32),
-            }[product]
-        from growprune.storage import triton_blocks
-
-        table = (self.blocks.table, self.blocks.sizes)
+    def sparse(self, product: str) -> Callable[[], Tensor]:
+        x, dy, values, layout = self.x, self.dy, self.values, self
         return {
-            "output": lambda: triton_blocks.output(x, values, None, *table, tile),
-            "input": lambda: triton_blocks.input_gradient(dy, values, *table, tile),
-            "values": lambda: triton_blocks.values_gradient(dy, x, *table, torch.float32, tile),
+            "output": lambda: block_products.output(layout, x, values, None),
+            "input": lambda: block_products.input_gradient(layout, dy, values),
+            "values": lambda: block_products.values_gradient(layout, dy, x, torch.float32),
         }[product]
 
-
-def tiles(product: str, side: int) -> list[Any]:
-    if device().type != "cuda":
-        return [None]
-    from growprune.storage import triton_blocks
-
-    return list(triton_blocks.tiles(product, side, side))
+    def to(self, device: torch.device) -> Layer:
+        """Stand in for a layout, which is where it is."""
+        del device
+        return self
 
 
 def time_product(layer: Layer, product: str, baseline: float) -> dict[str, Any]:
-    """The fastest tile, all of them, and the error against cuBLAS; a tile that fails is named."""
-    times, failed, exact = {}, {}, layer.dense(product)().float()
+    """The time, and the error against cuBLAS."""
+    exact = layer.dense(product)().float()
     if product == "values":
         exact = kernels.compress(exact.view(-1), layer.bits, layer.offsets, layer.values.numel(), exact.dtype, 1)
-    error = 0.0
-    for tile in tiles(product, layer.side):
-        try:
-            run = layer.sparse(product, tile)
-            error = max(error, float((run().float() - exact).abs().max() / exact.abs().max().clamp_min(1e-9)))
-            times[str(tuple(tile or ()))] = milliseconds(run)
-        except Exception as problem:  # one row less, and the others are still wanted
-            failed[str(tuple(tile or ()))] = f"{type(problem).__name__}: {str(problem)[:300]}"
-    found: dict[str, Any] = {"dense ms": baseline, "tiles": times, "failed": failed, "error": error}
-    if times:
-        best = min(times, key=lambda tile: times[tile])
-        found |= {"ms": times[best], "tile": best, "ratio": times[best] / baseline}
-    return found
+    run = layer.sparse(product)
+    error = float((run().float() - exact).abs().max() / exact.abs().max().clamp_min(1e-9))
+    time = milliseconds(run)
+    return {"dense ms": baseline, "error": error, "ms": time, "ratio": time / baseline}
 
 
 def time_kernels(args: argparse.Namespace, results: Results) -> None:
     shapes, sides, lengths = (SHAPES, (64, 128, 32), (8192, 1024)) if not args.small else ([(256, 256)], (32,), (16,))
     cases = list(itertools.product(lengths, SPARSITIES, sides, shapes))
     start, baselines = time.perf_counter(), {}
-    print("| tokens | W | block | sparsity | output | input | values | all three | tiles |")
+    print("| tokens | W | block | sparsity | output | input | values | all three | notes |")
     print("|---:|---|---|---:|---:|---:|---:|---:|---|")
     for number, (tokens, sparsity, side, shape) in enumerate(cases):
         if time.perf_counter() - start > args.seconds:
@@ -177,10 +165,8 @@ def line(row: dict[str, Any]) -> str:
     cells = [f"{p['ratio']:.3f}" if "ratio" in p else "failed" for p in products]
     done = [p for p in products if "ratio" in p]
     total = f"{sum(p['ms'] for p in done) / sum(p['dense ms'] for p in done):.3f}" if len(done) == 3 else ""
-    failed = {tile: why for p in products for tile, why in p.get("failed", {}).items()}
-    notes = " ".join(p.get("tile", "") for p in products) + (f" failed: {failed}" if failed else "")
     wrong = max((p["error"] for p in done), default=0.0)
-    notes += f" WRONG by {wrong:.2g}" if wrong > 2**-6 else ""
+    notes = f" WRONG by {wrong:.2g}" if wrong > 2**-6 else ""
     notes += f" {row['failed']}" if "failed" in row else ""
     rows, columns = row["shape"]
     first = f"| {row['tokens']} | {rows}x{columns} | {row['block']} | {row['sparsity']:.0%} |"
@@ -243,7 +229,7 @@ def one_model(args: argparse.Namespace, pattern: str | None) -> dict[str, Any]:
     peak_gib(reset=True)
     for length in lengths:
         step = stepping(model, optimizer, length)
-        step()  # in which products are measured, and more memory is used
+        step()  # in which kernels compile
         wait()
         peak_gib(reset=True)
         found[f"{length} tokens ms"] = 1000 * median_seconds(step, args.repeats)
@@ -253,7 +239,6 @@ def one_model(args: argparse.Namespace, pattern: str | None) -> dict[str, Any]:
                 found["split"] = split(step)
             except RuntimeError as problem:  # no profiler here
                 found["split"] = {"failed": str(problem)[:200]}
-    found["chosen"] = {str(key): str(tile) for key, tile in block_products.CHOSEN.items()}
     return found
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from growprune import methods
+from growprune.engine.forks import ForkCursor
 from growprune.masks.partition import Partition
 from growprune.methods import METHODS
 from growprune.plan import Part, Parts, Plan, ScheduledPhase, Stage
-from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 
 Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -38,7 +38,7 @@ def plan_of(name: str, S: Parts, **changes: Any) -> Plan:
 
 def phases_of(sparse: SparseModel, plan: Plan | Sequence[Stage], **settings: Any) -> Iterator[ScheduledPhase]:
     """Each phase of a plan, its edits done."""
-    cursor = Cursor(sparse, plan, **settings)
+    cursor = ForkCursor(sparse, plan, **settings)
     for _ in cursor:
         assert cursor.current is not None
         yield cursor.current

@@ -18,11 +18,11 @@ from plan_cases import all_of, check_same_bits, frozen, options_of, phases_of, p
 from torch import Tensor, nn
 
 from growprune import methods
+from growprune.engine.forks import ForkCursor
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.methods import METHODS, cyclic_gap, dense, one_shot, parallel_gap, random_gap
 from growprune.plan import Action, Branch, By, Fork, Part, Phase, Plan, grow, prune, walk
-from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 
 every_method = pytest.mark.parametrize("name", list(METHODS))
@@ -288,15 +288,15 @@ class Contract:
         self.plan = plan_of(name, Partition.per_layer(self.model), sparsity=0.75)
         self.iterations = sum(scheduled.phase.num_iterations(EPOCH) for scheduled in walk(self.plan))
 
-    def cursor(self) -> Cursor:
+    def cursor(self) -> ForkCursor:
         if not self.can_begin():
             pytest.skip("needs dense tensors")
-        return Cursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
+        return ForkCursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
 
     def can_begin(self) -> bool:
         """Whether the storage will do for the plan."""
         try:
-            Cursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
+            ForkCursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
         except GrowpruneError as error:
             if self.sparse.storage == "compact" and "use storage='masked'" in str(error):
                 return False
@@ -390,7 +390,7 @@ def follow(case: Contract, start: tuple[int, bytes] | None = None) -> tuple[list
     """One's own loop over phases: the states before each iteration, and the end. Or from one of them, two phases on."""
     optimizer, iteration, saved = case.sparse.attach(case.optimizer()), 0, []
     stop = case.iterations if start is None else case.two_phases_on(start[0])
-    resumed, cursor = None, Cursor(case.sparse, case.plan)
+    resumed, cursor = None, ForkCursor(case.sparse, case.plan)
     if start is not None:
         iteration, (of_model, of_sparse, of_cursor, resumed) = start[0], thawed(start[1])
         case.model.load_state_dict(of_model)
@@ -451,11 +451,11 @@ def test_a_plan_of_thousands_of_phases_is_listed_and_resumed(name: str, monkeypa
     for what in ("apply", "restore"):  # the place in the plan is all that counts here
         monkeypatch.setattr(case.sparse, what, lambda *_: None)
     monkeypatch.setattr(case.sparse, "snapshot", lambda *_: {})
-    cursor = Cursor(case.sparse, plan, iterations_per_epoch=EPOCH)
+    cursor = ForkCursor(case.sparse, plan, iterations_per_epoch=EPOCH)
     for _ in cursor:
         if cursor.position == stop:
             break
-    again = Cursor(case.sparse, plan, iterations_per_epoch=EPOCH)
+    again = ForkCursor(case.sparse, plan, iterations_per_epoch=EPOCH)
     again.load_state_dict(cursor.state_dict())
     assert again.current == schedule[stop]
 

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import growprune as gp
 from growprune import By, Partition, methods
+from growprune.engine.forks import ForkCursor
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
 from growprune.storage import block_products
@@ -167,7 +168,7 @@ def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[d
         sparse.shard(mesh, **offloaded)
     if how == "compiled":
         sparse.model.blocks[0].compile(backend="aot_eager")
-    cursor = gp.Cursor(sparse, plan_of(sparse, method), iterations_per_epoch=2)
+    cursor = ForkCursor(sparse, plan_of(sparse, method), iterations_per_epoch=2)
     sgd = torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9)
     optimizer = cursor.attach(torch.optim.AdamW(sparse.model.parameters(), lr=1e-3) if with_adam else sgd)
     masks = [sparse.masks]
@@ -288,7 +289,7 @@ def planned_blocks(mesh: DeviceMesh | None, method: str) -> tuple[list[dict[str,
     sparse = gp.SparseModel(model, sparsity=0.5, allocation="uniform", **settings)
     if mesh is not None:
         sparse.shard(mesh, units=["blocks.0.up", "blocks.0"])
-    cursor = gp.Cursor(sparse, plan_of(sparse, method, 0.5))
+    cursor = ForkCursor(sparse, plan_of(sparse, method, 0.5))
     optimizer = cursor.attach(torch.optim.AdamW(model.parameters(), lr=1e-2))
     masks = [sparse.masks]
     with counted_products() as counts:

@@ -13,6 +13,7 @@ from plan_cases import all_of, check_same_bits, frozen, loss_of, sgd, small_net,
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from growprune.engine.forks import ForkCursor
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.methods import cyclic_gap, gmp, parallel_gap, rigl, static_random
@@ -120,7 +121,7 @@ def test_advancing_tells_of_each_phase_as_it_begins_and_ends() -> None:
 
 def by_hand(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str, Any]:
     """As a trainer does: says how far it is; a phase that restarts has a fresh optimizer."""
-    cursor = Cursor(sparse, plan, iterations_per_epoch=EPOCH)
+    cursor = ForkCursor(sparse, plan, iterations_per_epoch=EPOCH)
     optimizer = sparse.attach(sgd(sparse.model.parameters()))
     phase, iteration = cursor.advance(0), 0
     while not cursor.is_over:
@@ -134,7 +135,7 @@ def by_hand(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str, Any]
 
 def by_itself(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str, Any]:
     """A plain loop: each step advances."""
-    cursor = Cursor(sparse, plan, iterations_per_epoch=EPOCH)
+    cursor = ForkCursor(sparse, plan, iterations_per_epoch=EPOCH)
     optimizer = cursor.attach(sgd(sparse.model.parameters()))
     iteration = 0
     while not cursor.is_over:
@@ -147,7 +148,7 @@ def by_following(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str,
     """One's own loop over phases, with a fresh optimizer for each that restarts."""
     optimizer = sparse.attach(sgd(sparse.model.parameters()))
     iteration = 0
-    cursor = Cursor(sparse, plan)
+    cursor = ForkCursor(sparse, plan)
     for phase in cursor:
         assert cursor.current is not None
         if phase.restart or cursor.current.branch is not None:
@@ -178,6 +179,13 @@ def test_forks_are_the_same_in_every_loop(storage: str) -> None:
         assert sparse.num_alive == 376
     check_same_bits(ends[0], ends[1])
     check_same_bits(ends[0], ends[2])
+
+
+def test_forks_need_a_fork_cursor() -> None:
+    sparse, S = make()
+    with pytest.raises(GrowpruneError, match="Cursor trains no branches of a fork"):
+        Cursor(sparse, parallel_gap(S, sparsity=0.75, steps=2, epochs=1, finetune=1))
+    assert sparse.waiting is None
 
 
 @every_storage
@@ -247,7 +255,7 @@ def test_a_phase_without_iterations_that_restarts_empties_the_state_too() -> Non
 def test_every_branch_has_a_fresh_optimizer_and_so_has_what_follows_a_fork() -> None:
     sparse, S = make()
     fork = Fork(*(Branch(Phase(grow(P), iterations=2), returns=P) for P in S))
-    cursor = Cursor(sparse, [Phase(prune(S.whole, to=0.75), iterations=2), fork, Phase(iterations=2)])
+    cursor = ForkCursor(sparse, [Phase(prune(S.whole, to=0.75), iterations=2), fork, Phase(iterations=2)])
     optimizer = cursor.attach(sgd(sparse.model.parameters()))
     had = []
     for iteration in range(10):
@@ -560,7 +568,7 @@ def test_iterations_count_the_branches_that_are_trained_elsewhere_too(mine: tupl
     sparse, S = make()
     fork = Fork(*(Branch(Phase(grow(P), iterations=2 + i), returns=P) for i, P in enumerate(S)))
     plan = [Phase(prune(S.whole, to=0.75), iterations=1), fork, Phase(iterations=2)]
-    cursor = Cursor(sparse, plan, is_local=lambda branch: branch in mine)
+    cursor = ForkCursor(sparse, plan, is_local=lambda branch: branch in mine)
     cursor.advance(0)
     began = []
     while cursor.current is not None:
@@ -603,7 +611,7 @@ def test_weights_that_compact_storage_would_lose_are_not_loaded_in_silence() -> 
 
 def test_the_state_is_safe_to_load_and_of_plain_values() -> None:
     sparse, S = make()
-    cursor = Cursor(sparse, parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=1), iterations_per_epoch=2)
+    cursor = ForkCursor(sparse, parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=1), iterations_per_epoch=2)
     cursor.advance(3)
     state = cursor.state_dict()
     assert (state["position"], state["iteration"], state["start"]) == (2, 3, 2)

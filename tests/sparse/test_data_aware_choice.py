@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from growprune.masks.patterns import Unstructured, parse_pattern
-from growprune.sparse.group_choice import group_keys, keep_best, num_choosable, shares
+from growprune.sparse.group_choice import group_keys, keep_best, num_choosable, shares, wanda_mask
 from growprune.sparse.sparsegpt import inverse_factor, sparsegpt_pruned
-from growprune.sparse.wanda import wanda_mask
 
 
 def full(matrix: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from toy import cyclic
 
 from growprune import engine, methods
+from growprune.engine.forks import ForkCursor
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
@@ -27,7 +28,6 @@ from growprune.methods.str_ import Str, str_
 from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, method, prune, walk
 from growprune.plan.folding import fold
 from growprune.recipes.digits import dense
-from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.dpf_rule import DpfRule
 from growprune.sparse.rules.str_rule import StrRule
@@ -54,7 +54,7 @@ def ruled(rule: Rule, *values: float, lr: float = 0.5, to: float = 0.5, first: A
     model = Numbers(*(values or (4.0, -3.0, 2.0, 1.0)))
     sparse = SparseModel(model, **({"sparsity": to} | settings))
     plan = [Phase(*first, iterations=4, rule=rule), Phase(prune(ALL, to=to), iterations=1)]
-    cursor = Cursor(sparse, plan)
+    cursor = ForkCursor(sparse, plan)
     return model, sparse, cursor.attach(torch.optim.SGD(model.parameters(), lr=lr))
 
 
@@ -87,7 +87,7 @@ def under(
     sparse = SparseModel(model, **({"sparsity": 0.75} | settings))
     whole = Partition.per_layer(model).whole
     edits = (prune(whole, to=0.75, by=By.RANDOM),) if name == "deepr" else ()
-    cursor = Cursor(sparse, [Phase(*edits, iterations=iterations, rule=RULES[name](whole))])
+    cursor = ForkCursor(sparse, [Phase(*edits, iterations=iterations, rule=RULES[name](whole))])
     return sparse, [cursor.attach(optimizer) for optimizer in optimizers]
 
 
@@ -360,7 +360,7 @@ def test_what_comes_to_zero_exactly_dies_too() -> None:
 def test_where_all_live_what_dies_lives_again_from_zero() -> None:
     model = Numbers(4.0, -3.0, 2.0, 1.0)
     sparse = SparseModel(model, sparsity=0.5)
-    cursor = Cursor(sparse, [Phase(iterations=9, rule=Deepr(ALL, iterations=4, l1=0.0, temperature=0.0))])
+    cursor = ForkCursor(sparse, [Phase(iterations=9, rule=Deepr(ALL, iterations=4, l1=0.0, temperature=0.0))])
     optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5))
     assert step(model, optimizer, 8, 0, 0, 0.5) == [0, -3, 2, 0.5]
     assert sparse.masks["weight"].all()
@@ -372,7 +372,7 @@ def test_the_noise_of_deepr_has_its_temperature_and_leaves_the_dead_alone() -> N
     model = nn.Linear(200, 100, bias=False)
     nn.init.ones_(model.weight)
     sparse = SparseModel(model, sparsity=0.5)
-    cursor = Cursor(sparse, [Phase(prune(rule.part, to=0.5), iterations=9, rule=rule)])
+    cursor = ForkCursor(sparse, [Phase(prune(rule.part, to=0.5), iterations=9, rule=rule)])
     optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.2))
     mask, moved = sparse.masks["weight"], []
     for _ in range(2):
@@ -490,11 +490,11 @@ def test_a_step_with_a_closure_does_as_one_without(name: str) -> None:
 def test_a_rule_goes_on_bit_for_bit_from_every_iteration(name: str, optimize: Any) -> None:
     often = {"every": 3} if name == "dpf" else {}
 
-    def fresh() -> tuple[SparseModel, Cursor]:
+    def fresh() -> tuple[SparseModel, ForkCursor]:
         model = small_net()
         sparse = SparseModel(model, sparsity=0.75, allocation="global")
         plan = methods.METHODS[name](Partition.per_layer(model), sparsity=0.75, iterations=10, **often)
-        return sparse, Cursor(sparse, plan)
+        return sparse, ForkCursor(sparse, plan)
 
     sparse, cursor = fresh()
     optimizer, saved = cursor.attach(optimize(sparse.model.parameters())), []
@@ -568,7 +568,7 @@ def test_a_frozen_layer_stays_as_it_is(name: str) -> None:
 def test_compact_storage_is_refused_before_anything_is_done(rule: Rule, message: str) -> None:
     sparse = SparseModel(nn.Linear(4, 4, bias=False), sparsity=0.5, storage="compact")
     with pytest.raises(GrowpruneError) as error:
-        Cursor(sparse, [Phase(prune(ALL, to=0.5)), Phase(iterations=3, rule=rule)])
+        ForkCursor(sparse, [Phase(prune(ALL, to=0.5)), Phase(iterations=3, rule=rule)])
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
     assert sparse.num_alive == 16

@@ -311,3 +311,25 @@ def test_a_resumed_training_scales_as_it_began() -> None:
     assert again.sparse.lr_scaling == 0
     again.load_state_dict(begun.state_dict())
     assert again.sparse.lr_scaling == "auto"
+
+
+def test_an_optimizer_that_calls_its_closure_twice_scales_rates_once() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            closure()
+            rates.append(sorted({group["lr"] for group in self.param_groups}))
+            return super().step()
+
+    torch.manual_seed(0)
+    rates: list[list[float]] = []
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = Twice(model.parameters(), 0.1)
+    sparse = gp.SparseModel(model, 0.75, lr_scaling=1)
+    sparse.attach(optimizer)
+    sparse.prune()
+    for _ in range(2):
+        optimizer.step(lambda: model(torch.ones(1, 8)).sum().backward())
+    assert rates[0] == rates[1]
+    assert max(rates[0]) == pytest.approx(0.4)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1]

@@ -27,7 +27,7 @@ class Net(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2))
         self.depthwise = nn.Conv2d(8, 8, 2, groups=8)
-        self.up = nn.ConvTranspose2d(8, 8, 2, groups=2)
+        self.up = nn.Conv2d(8, 8, 1, groups=2)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True) for _ in range(2)
         )

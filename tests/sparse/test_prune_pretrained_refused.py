@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,7 +149,7 @@ def test_a_sparser_model_is_not_grown() -> None:
 
 
 def test_a_batch_that_the_model_cannot_compute() -> None:
-    match = "the model cannot compute batch 1 of the calibration, a tuple of 2 .*pass forward=lambda model, batch"
+    match = "the model cannot compute batch 1 of the calibration, a tuple .*pass forward=lambda model, batch"
     refused(chain(), [inputs(), (inputs(), torch.zeros(20))], match)
 
 
@@ -188,22 +187,7 @@ def half_way(error: BaseException) -> nn.Sequential:
     return nn.Sequential(first, FailsLater(error, first), second, third)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA"), MemoryError(), RuntimeError("can't allocate memory")]
-)
-def test_running_out_of_memory_names_the_block_and_what_would_help(error: BaseException) -> None:
-    model = half_way(error)
-    with pytest.raises(GrowpruneError) as caught:
-        gp.prune_pretrained(model, [inputs()], keep_dense=[])
-    assert str(caught.value) == (
-        "out of memory in block 2: use smaller calibration batches, or by='wanda', which needs one number per input "
-        "instead of a matrix; 1 of 3 weights are already pruned, up to 0.weight: load the model again before you prune "
-        "it again"
-    )
-    assert all(module.training for module in model.modules())
-
-
-@pytest.mark.parametrize("error", [RuntimeError("of the model"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), KeyboardInterrupt()])
 def test_an_error_of_the_model_is_passed_on_with_a_note_of_what_is_done(error: BaseException) -> None:
     model = half_way(error)
     state = torch.get_rng_state()
@@ -217,13 +201,3 @@ def test_an_error_of_the_model_is_passed_on_with_a_note_of_what_is_done(error: B
     assert torch.backends.mha.get_fastpath_enabled()
     model[1] = nn.Identity()
     model(inputs()).sum().backward()  # nothing watches any more
-
-
-def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    gp.prune_pretrained(chain(), [inputs()])
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    gp.prune_pretrained(chain(), [inputs()])
-    assert "pruning" in capsys.readouterr().err
-    gp.prune_pretrained(chain(), [inputs()], progress=False)
-    assert capsys.readouterr() == ("", "")

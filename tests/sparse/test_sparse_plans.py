@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from plan_cases import phases_of
 from torch import Tensor, nn
 
+from growprune.engine.forks import ForkCursor
 from growprune.masks.bits import Snapshot, pack, unpack
 from growprune.masks.partition import Partition
 from growprune.masks.patterns import count_groups
 from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
 from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune, walk
-from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 
 STEPS = 3
@@ -73,7 +73,7 @@ def run(
     sparse: SparseModel, plan: Plan, *, stop: tuple[int, int] | None = None, checkpoint: bytes | None = None
 ) -> bytes | None:
     """A user's own loop, with a fresh optimizer in each phase; it may stop in the middle, and go on from there."""
-    start, cursor = 0, Cursor(sparse, plan)
+    start, cursor = 0, ForkCursor(sparse, plan)
     saved: Any = None
     if checkpoint is not None:
         model_state, saved, sparse_state, place, start = torch.load(io.BytesIO(checkpoint), weights_only=True)
@@ -110,7 +110,7 @@ def test_each_phase_is_handed_out_with_its_edits_done() -> None:
     S = Partition.per_layer(sparse.model)
     seen = []
     plan = cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=2)
-    cursor = Cursor(sparse, plan)
+    cursor = ForkCursor(sparse, plan)
     for phase in cursor:
         seen.append((cursor.position, phase.epochs, alive(sparse)))
     assert seen == [
@@ -156,7 +156,7 @@ def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, gro
 def test_a_list_of_steps_can_be_followed() -> None:
     sparse = make()
     whole = Partition.contiguous(sparse.model, 1).whole
-    assert len(list(Cursor(sparse, [Phase(prune(whole, to=0.5)), Phase(epochs=1)]))) == 2
+    assert len(list(ForkCursor(sparse, [Phase(prune(whole, to=0.5)), Phase(epochs=1)]))) == 2
     assert sparse.num_alive == 126
 
 
@@ -208,7 +208,7 @@ def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
 def test_a_merge_brings_the_masks_of_the_grown_parts() -> None:
     sparse = make()
     plan = parallel_gap(two_halves(sparse.model), sparsity=0.75, steps=1, epochs=1, finetune=0)
-    for _ in Cursor(sparse, [*plan][:2]):
+    for _ in ForkCursor(sparse, [*plan][:2]):
         pass
     assert alive(sparse) == [72, 144, 36]
 
@@ -218,7 +218,7 @@ def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
     S = Partition.per_layer(sparse.model)
     fork = Fork(*(Branch(Phase(grow(part), epochs=1), part) for part in S))
     plan: list[Stage] = [Phase(prune(S.whole, to=0.75, by=By.RANDOM)), fork, fork, Phase(prune(S.whole, to=0.75))]
-    alive = [sparse.num_alive for _ in Cursor(sparse, plan)]
+    alive = [sparse.num_alive for _ in ForkCursor(sparse, plan)]
     assert alive[4:7] == [sparse.num_prunable] * 3  # all were grown in the first fork, and nothing has pruned them
     assert alive[-1] == alive[0] == 63
 
@@ -228,7 +228,7 @@ def test_what_no_branch_brings_is_as_it_was_before_the_fork() -> None:
     S = Partition.per_layer(sparse.model)
     before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
     fork = Fork(*(Branch(Phase(epochs=1), part) for part in (S[0], S[1])))
-    for _ in Cursor(sparse, [fork]):
+    for _ in ForkCursor(sparse, [fork]):
         with torch.no_grad():
             for parameter in sparse.model.parameters():
                 parameter.add_(1.0)
@@ -258,7 +258,7 @@ def test_a_branch_may_end_sparse() -> None:
     sparse = make()
     S = two_halves(sparse.model)
     fork = Fork(*(Branch(Phase(prune(P, to=0.5), epochs=1), returns=P) for P in S))
-    for _ in Cursor(sparse, [fork]):
+    for _ in ForkCursor(sparse, [fork]):
         pass
     assert alive(sparse) == [36, 72, 18]
 
@@ -314,7 +314,7 @@ def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
     sparse = make()
     plan = parallel_gap(Partition.contiguous(sparse.model, 3), sparsity=0.75, steps=1, epochs=1, finetune=1)
     states = []
-    cursor = Cursor(sparse, plan)
+    cursor = ForkCursor(sparse, plan)
     for _ in cursor:
         state = cursor.state_dict()
         states.append((state, save(state)))

@@ -34,10 +34,9 @@ SIZES = [(32, 32), (64, 32), (32, 96), (128, 64)]
 
 
 @pytest.fixture(autouse=True)
-def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test chooses is not chosen for the next."""
-    monkeypatch.setattr(block_products, "WAY", "measure")
-    monkeypatch.setattr(block_products, "CHOSEN", {})
+def auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the way after each test."""
+    monkeypatch.setattr(block_products, "WAY", "auto")
 
 
 def mask_of(alive: Tensor, height: int, width: int) -> Tensor:
@@ -141,26 +140,21 @@ def test_interpreted_kernels_give_the_products(
     found, x, dy, values, weight = operands(alive, height, width, tokens, torch.float32)
     bias, mask = dy[0].clone(), mask_of(alive, height, width)
     close = {"rtol": 1e-5, "atol": 1e-4}
-    for tile in interpreted.tiles("output", height, width):
-        y = interpreted.output(x, values, None, found.table, found.sizes, tile)
-        torch.testing.assert_close(y, x @ weight.t(), **close)
-    y = interpreted.output(x, values, bias, found.table, found.sizes, interpreted.tiles("output", height, width)[0])
+    y = interpreted.output(x, values, None, found.table, found.sizes)
+    torch.testing.assert_close(y, x @ weight.t(), **close)
+    y = interpreted.output(x, values, bias, found.table, found.sizes)
     torch.testing.assert_close(y, x @ weight.t() + bias, **close)
-    for tile in interpreted.tiles("input", height, width):
-        dx = interpreted.input_gradient(dy, values, found.table, found.sizes, tile)
-        torch.testing.assert_close(dx, dy @ weight, **close)
-    for tile in interpreted.tiles("values", height, width):
-        gradient = interpreted.values_gradient(dy, x, found.table, found.sizes, torch.float32, tile)
-        torch.testing.assert_close(gradient, (dy.t() @ x)[mask], **close)
+    dx = interpreted.input_gradient(dy, values, found.table, found.sizes)
+    torch.testing.assert_close(dx, dy @ weight, **close)
+    gradient = interpreted.values_gradient(dy, x, found.table, found.sizes, torch.float32)
+    torch.testing.assert_close(gradient, (dy.t() @ x)[mask], **close)
 
 
 def test_interpreted_kernels_round_sums_of_bfloat16_once(interpreted: Any) -> None:
     found, x, dy, values, weight = operands(ALIVE, 32, 64, 70, torch.bfloat16)
-    y = interpreted.output(x, values, None, found.table, found.sizes, interpreted.tiles("output", 32, 64)[0])
+    y = interpreted.output(x, values, None, found.table, found.sizes)
     torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), rtol=2**-7, atol=1e-3)
-    gradient = interpreted.values_gradient(
-        dy, x, found.table, found.sizes, torch.float32, interpreted.tiles("values", 32, 64)[0]
-    )
+    gradient = interpreted.values_gradient(dy, x, found.table, found.sizes, torch.float32)
     exact = (dy.double().t() @ x.double())[mask_of(ALIVE, 32, 64)]
     torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-4)
 
@@ -176,8 +170,8 @@ NUMBERS = ("num_tokens", "x_stride", "dy_stride", "block_rows", "block_columns",
 AXES = {"output": "TOKENS OUTPUTS INPUTS", "input": "TOKENS INPUTS OUTPUTS", "values": "OUTPUTS INPUTS TOKENS"}
 for product, axes in AXES.items():
     kernel = getattr(triton_blocks, f"_{product}_kernel")
-    tile = triton_blocks.tiles(product, 64, 64)[0]
-    sizes = dict(HEIGHT=64, WIDTH=64, HAS_BIAS=0, EVEN=1) | dict(zip(axes.split(), tile))
+    tile = (triton_blocks.tile_of_values if product == "values" else triton_blocks.tile_of_tokens)(128, 128)
+    sizes = dict(HEIGHT=128, WIDTH=128, HAS_BIAS=0, EVEN=1) | dict(zip(axes.split(), tile))
     names, types = kernel.arg_names, POINTERS | dict.fromkeys(NUMBERS, "i32")
     source = ASTSource(
         kernel,
@@ -203,16 +197,13 @@ def test_for_hopper_every_stage_is_loaded_ahead_of_its_tensor_cores(tmp_path: Pa
 
 
 def test_tiles_divide_their_blocks(interpreted: Any) -> None:
-    for height, width in [(32, 32), (64, 64), (128, 128), (96, 160), (256, 64)]:
-        for tile in interpreted.tiles("output", height, width):
-            assert height % tile.columns == 0
-            assert width % tile.depth == 0
-        for tile in interpreted.tiles("input", height, width):
-            assert width % tile.columns == 0
-            assert height % tile.depth == 0
-        for tile in interpreted.tiles("values", height, width):
-            assert height % tile.rows == 0
-            assert width % tile.columns == 0 or tile.columns % width == 0  # several neighbours
+    for height, width in [(32, 32), (64, 64), (128, 128), (96, 160), (256, 64), (128, 96)]:
+        tile = interpreted.tile_of_tokens(height, width)
+        assert height % tile.columns == 0
+        assert width % tile.depth == 0
+        tile = interpreted.tile_of_values(height, width)
+        assert height % tile.rows == 0
+        assert width % tile.columns == 0 or tile.columns % width == 0  # several neighbours
 
 
 class Small(nn.Module):
@@ -375,37 +366,17 @@ def test_operators_are_what_their_fakes_say(product: str) -> None:
 
 def test_a_way_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_products, "WAY", "fast")
-    with pytest.raises(GrowpruneError, match="GROWPRUNE_BLOCK_PRODUCTS must be one of measure, sparse, dense, got"):
+    with pytest.raises(GrowpruneError, match="GROWPRUNE_BLOCK_PRODUCTS must be one of auto, sparse, dense, got"):
         sparse_model()
 
 
 @pytest.mark.parametrize(
-    ("times", "fastest"),
-    [({None: 3.0, "a": 2.0, "b": 1.0}, "b"), ({None: 1.0, "a": 2.0, "b": 3.0}, None), ({None: 2.0, "a": 1.0}, "a")],
+    ("alive", "height", "width", "pays"),
+    [(2, 64, 128, True), (3, 64, 128, False), (1, 32, 128, True), (2, 32, 128, False), (8, 64, 64, False)],
 )
-def test_the_fastest_way_is_taken_and_a_tile_that_fails_is_left_out(
-    times: dict[Any, float], fastest: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(block_products, "_milliseconds", lambda run: run())
-    monkeypatch.setattr(block_products, "_failures", lambda: (RuntimeError,))
-
-    def sparse(tile: str) -> Any:
-        if tile not in times:
-            raise RuntimeError("out of resources")
-        return times[tile]
-
-    assert block_products._measured(("output",), ("a", "b"), sparse, lambda: times[None]) == fastest  # type: ignore[arg-type,return-value]
-    assert ("output of blocks: b cannot run here and is skipped: out of resources" in caplog.text) == ("b" not in times)
-
-
-@pytest.mark.parametrize(("alive", "is_sparse"), [(1, True), (2, True), (3, False)])
-def test_the_rule_goes_by_density_and_takes_the_first_tile(
-    alive: int, is_sparse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(block_products, "_tiles", lambda product, blocks: ("first", "second"))
-    monkeypatch.setattr(block_products, "PAYS_BELOW", {32: 0.0, 64: 0.25, 128: 0.5})
-    found = blocks.LiveBlocks(torch.zeros(1, dtype=torch.int32), (2, 4, alive, 64, 128))
-    assert block_products._by_rule("output", found) == ("first" if is_sparse else None)
+def test_pays_up_to_a_density(alive: int, height: int, width: int, pays: bool) -> None:
+    # 8 blocks: 30 % are 2.4 of them, and 20 % are 1.6
+    assert blocks.LiveBlocks(torch.zeros(1, dtype=torch.int32), (2, 4, alive, height, width)).pays is pays
 
 
 # On a GPU
@@ -441,7 +412,7 @@ def close_to(found: Tensor, exact: Tensor) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["32x32", "64x64", "128x128", "96x64", "64x32"])
-@pytest.mark.parametrize("way", ["sparse", "measure"])
+@pytest.mark.parametrize("way", ["sparse", "auto"])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
 def test_a_layer_on_a_gpu_computes_what_the_dense_one_does(pattern: str, way: str, device: str) -> None:
     del device
@@ -455,7 +426,7 @@ def test_a_layer_on_a_gpu_computes_what_the_dense_one_does(pattern: str, way: st
 
 @pytest.mark.parametrize("pattern", ["32x32", "64x64", "128x128"])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
-def test_every_tile_gives_the_product_and_the_same_bits_twice(pattern: str, device: str) -> None:
+def test_kernels_give_the_products_and_the_same_bits_twice(pattern: str, device: str) -> None:
     from growprune.storage import triton_blocks
 
     height, width = (int(side) for side in pattern.split("x"))
@@ -463,19 +434,14 @@ def test_every_tile_gives_the_product_and_the_same_bits_twice(pattern: str, devi
     alive[2], alive[:, 4] = False, False
     found, x, dy, values, weight = operands(alive, height, width, 333, torch.bfloat16, device)
     table, sizes, mask = found.table, found.sizes, mask_of(alive, height, width).cuda()
-    runs = {
-        "output": (lambda tile: triton_blocks.output(x, values, None, table, sizes, tile), x @ weight.t()),
-        "input": (lambda tile: triton_blocks.input_gradient(dy, values, table, sizes, tile), dy @ weight),
-        "values": (
-            lambda tile: triton_blocks.values_gradient(dy, x, table, sizes, torch.float32, tile),
-            (dy.float().t() @ x.float())[mask],
-        ),
-    }
-    for product, (run, exact) in runs.items():
-        for tile in triton_blocks.tiles(product, height, width):
-            first = run(tile)
-            close_to(first, exact)
-            assert torch.equal(first, run(tile)), (product, tile)
+    for run, exact in [
+        (lambda: triton_blocks.output(x, values, None, table, sizes), x @ weight.t()),
+        (lambda: triton_blocks.input_gradient(dy, values, table, sizes), dy @ weight),
+        (lambda: triton_blocks.values_gradient(dy, x, table, sizes, torch.float32), (dy.float().t() @ x.float())[mask]),
+    ]:
+        first = run()
+        close_to(first, exact)
+        assert torch.equal(first, run())
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
@@ -511,17 +477,3 @@ def test_compiled_on_a_gpu_a_layer_computes_the_same(device: str) -> None:
     close_to(y.detach(), found[0])
     close_to(x.grad, found[1])
     close_to(layer._parameters["weight"].grad, found[2])  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
-def test_where_the_same_bits_are_wanted_nothing_is_measured(device: str) -> None:
-    del device
-    layer, _, x = gpu_pair("64x64")
-    torch.backends.cudnn.deterministic = True
-    try:
-        passed(layer, x)
-    finally:
-        torch.backends.cudnn.deterministic = False
-    assert block_products.CHOSEN == {}
-    passed(layer, x)
-    assert {key[0] for key in block_products.CHOSEN} == {"output", "input", "values"}

@@ -455,12 +455,8 @@ def test_where_the_masks_are_wanted_a_sparsifier_is_pointed_to_them(tmp_path: Pa
 def test_a_length_is_needed() -> None:
     refuse(r"needs the length of the training: pass iterations=epochs \* len\(loader\)", iterations=None)
     refuse(r"epochs=3 also needs iterations_per_epoch", iterations=None, epochs=3)
-    refuse(
-        r"cyclic_gap with epochs also needs iterations_per_epoch",
-        method="cyclic_gap",
-        iterations=None,
-        epochs=3,
-    )
+    lengths = {"iterations": None, "steps": 2, "epochs": 3, "finetune": 4}
+    refuse(r"cyclic_gap with epochs also needs iterations_per_epoch", method="cyclic_gap", **lengths)
     refuse("iterations must be an integer >= 1, got 0", iterations=0)
 
 

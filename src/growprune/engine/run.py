@@ -18,6 +18,7 @@ from growprune.engine.device import choose_device, move, reset_peak
 from growprune.engine.evaluation import Best, Evaluation, result_of
 from growprune.engine.events import Events, Listener, OtherLogs
 from growprune.engine.folder import RunFolder
+from growprune.engine.forks import ForkCursor
 from growprune.engine.mesh import Mesh
 from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe
@@ -30,7 +31,6 @@ from growprune.logs import Logs
 from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
 from growprune.plan.settings import check_counts
-from growprune.sparse.cursor import Cursor
 
 
 class Interrupted(Exception):
@@ -86,8 +86,8 @@ class Run:
         if self.mesh.data_group is not None and not self.is_sharded:
             self.sparse.add_up_gradients(self.mesh.sum_over_replicas)
 
-    def _make_cursor(self, per_epoch: int, *, is_begun: bool) -> Cursor:
-        return Cursor(
+    def _make_cursor(self, per_epoch: int, *, is_begun: bool) -> ForkCursor:
+        return ForkCursor(
             self.sparse,
             self.plan,
             iterations_per_epoch=per_epoch,

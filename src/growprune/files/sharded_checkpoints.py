@@ -55,7 +55,7 @@ def save_sharded_checkpoint(
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} already has a checkpoint: use a new folder, such as state-{{iteration}}")
     place = None if cursor is None else cursor.state_dict()
-    if place is not None and (place["base"] is not None or place["rule"]):
+    if place is not None and (place.get("base") is not None or place["rule"]):
         # a fork holds copies of whole parts, which would have to be checkpointed on every rank
         raise GrowpruneError("a sharded model cannot be checkpointed inside a fork, or inside a phase with a rule")
     averages = {f"averages.{name}": average for name, average in own.gradients.averages.items()}

@@ -9,29 +9,29 @@ import difflib
 from collections.abc import Callable
 
 from growprune.errors import GrowpruneError
-from growprune.methods.acdc import acdc
-from growprune.methods.admm import admm
-from growprune.methods.cyclic_gap import cyclic_gap
-from growprune.methods.deepr import deepr
-from growprune.methods.dense import dense
-from growprune.methods.dpf import dpf
-from growprune.methods.dsr import dsr
-from growprune.methods.gmp import gmp
-from growprune.methods.gradual_gap import gradual_gap
-from growprune.methods.granet import granet
-from growprune.methods.grasp import grasp
-from growprune.methods.iterative import iterative
-from growprune.methods.iterative_admm import iterative_admm
-from growprune.methods.one_shot import one_shot
-from growprune.methods.parallel_gap import parallel_gap
-from growprune.methods.parallel_gradual_gap import parallel_gradual_gap
-from growprune.methods.random_gap import random_gap
-from growprune.methods.rigl import rigl
-from growprune.methods.set_ import set_
-from growprune.methods.snfs import snfs
-from growprune.methods.snip import snip
-from growprune.methods.static_random import static_random
-from growprune.methods.str_ import str_
+from growprune.methods.acdc import acdc as acdc
+from growprune.methods.admm import admm as admm
+from growprune.methods.cyclic_gap import cyclic_gap as cyclic_gap
+from growprune.methods.deepr import deepr as deepr
+from growprune.methods.dense import dense as dense
+from growprune.methods.dpf import dpf as dpf
+from growprune.methods.dsr import dsr as dsr
+from growprune.methods.gmp import gmp as gmp
+from growprune.methods.gradual_gap import gradual_gap as gradual_gap
+from growprune.methods.granet import granet as granet
+from growprune.methods.grasp import grasp as grasp
+from growprune.methods.iterative import iterative as iterative
+from growprune.methods.iterative_admm import iterative_admm as iterative_admm
+from growprune.methods.one_shot import one_shot as one_shot
+from growprune.methods.parallel_gap import parallel_gap as parallel_gap
+from growprune.methods.parallel_gradual_gap import parallel_gradual_gap as parallel_gradual_gap
+from growprune.methods.random_gap import random_gap as random_gap
+from growprune.methods.rigl import rigl as rigl
+from growprune.methods.set_ import set_ as set_
+from growprune.methods.snfs import snfs as snfs
+from growprune.methods.snip import snip as snip
+from growprune.methods.static_random import static_random as static_random
+from growprune.methods.str_ import str_ as str_
 from growprune.plan import Plan
 
 METHODS: dict[str, Callable[..., Plan]] = {
@@ -78,32 +78,3 @@ def find_method(name: str, *, otherwise: str = "") -> Callable[..., Plan]:
     close += [known for known in difflib.get_close_matches(folded, METHODS, 3, 0.5) if known not in close]
     known = f"similar: {', '.join(close)}" if close and folded else f"available: {', '.join(METHODS)}"
     raise GrowpruneError(f"there is no method {name!r}; {known}{otherwise}")
-
-
-__all__ = [
-    "METHODS",
-    "acdc",
-    "admm",
-    "cyclic_gap",
-    "deepr",
-    "dense",
-    "dpf",
-    "dsr",
-    "find_method",
-    "gmp",
-    "gradual_gap",
-    "granet",
-    "grasp",
-    "iterative",
-    "iterative_admm",
-    "one_shot",
-    "parallel_gap",
-    "parallel_gradual_gap",
-    "random_gap",
-    "rigl",
-    "set_",
-    "snfs",
-    "snip",
-    "static_random",
-    "str_",
-]

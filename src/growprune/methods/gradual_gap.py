@@ -92,16 +92,13 @@ def first_and_peak(
     grown = S.largest_share
     least = 1 - sparsity * (1 - grown)
     if peak_density is not None:
-        _check_peak(peak_density, least, grown, sparsity)
+        check_share(peak_density=peak_density)
+        if peak_density < least - 1e-9:  # it may have been computed in another order
+            shown = math.ceil(round(least * 1e4, 6)) / 1e4  # up, so that it may be given
+            raise GrowpruneError(
+                f"peak_density must be >= {shown:g} at sparsity {sparsity}, because the largest part has {grown:.3g} "
+                f"of the weights, got {peak_density}. Raise it, or use more parts, unless the largest part is a single "
+                f"layer"
+            )
     peak = PEAK_DENSITY if peak_density is None else peak_density
     return 0.0 if grown == 1 else min(sparsity, (1 - peak) / (1 - grown)), max(peak, least)
-
-
-def _check_peak(peak_density: float, least: float, grown: float, sparsity: float) -> None:
-    check_share(peak_density=peak_density)
-    if peak_density < least - 1e-9:  # it may have been computed in another order
-        shown = math.ceil(round(least * 1e4, 6)) / 1e4  # up, so that it may be given
-        raise GrowpruneError(
-            f"peak_density must be >= {shown:g} at sparsity {sparsity}, because the largest part has {grown:.3g} of "
-            f"the weights, got {peak_density}. Raise it, or use more parts, unless the largest part is a single layer"
-        )

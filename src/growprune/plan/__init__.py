@@ -35,7 +35,6 @@ from growprune.plan.phases import (
     declaration_of,
     method,
     next_edits,
-    prunes_after_fork,
     walk,
 )
 
@@ -63,6 +62,5 @@ __all__ = [
     "next_edits",
     "parse_choice",
     "prune",
-    "prunes_after_fork",
     "walk",
 ]

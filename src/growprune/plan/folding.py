@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from growprune.plan import Edit, ScheduledPhase
+from growprune.plan import ScheduledPhase
 
 MAX_ROWS = 60
 """The most rows of a file before phases that edit different parts in the same way are folded too."""
@@ -29,10 +29,17 @@ class Row:
 
     def __str__(self) -> str:
         """Describe the phases: "prune all to 0.1 ... 0.9"."""
-        edits = zip(self.first.phase.edits, self.last.phase.edits, strict=True)
-        are_same_parts = all(_parts(phase) == _parts(self.first) for phase in self.phases)
-        said = ", ".join(_say(a, b) for a, b in edits) if are_same_parts else f"{_kinds(self.first)} of changing parts"
-        return self.first.phase.say(said)
+        phase = self.first.phase
+        if any(_parts(other) != _parts(self.first) for other in self.phases):
+            return phase.say(f"{', '.join(edit.action.value for edit in phase.edits)} of changing parts")
+        said = []
+        for first, last in zip(phase.edits, self.last.phase.edits, strict=True):
+            begin, end = (f"{edit.share if edit.to is None else edit.to:.4g}" for edit in (first, last))
+            is_one = first == last
+            said.append(
+                str(first) if is_one else str(first).replace("dense", "0").replace(begin, f"{begin} ... {end}", 1)
+            )
+        return phase.say(", ".join(said))
 
     def to_dict(self) -> dict[str, Any]:
         phase = self.first.phase
@@ -71,16 +78,3 @@ def _alike(scheduled: ScheduledPhase) -> tuple[Any, ...]:
 
 def _parts(scheduled: ScheduledPhase) -> tuple[str, ...]:
     return tuple(edit.part.name for edit in scheduled.phase.edits)
-
-
-def _kinds(scheduled: ScheduledPhase) -> str:
-    return ", ".join(edit.action.value for edit in scheduled.phase.edits)
-
-
-def _say(first: Edit, last: Edit) -> str:
-    if first == last:
-        return str(first)
-    text, end = str(first), first.share if first.to is None else first.to
-    begin, other = f"{end:.4g}", f"{last.share if last.to is None else last.to:.4g}"
-    text = text.replace("dense", "0")
-    return text.replace(begin, f"{begin} ... {other}", 1)

@@ -51,7 +51,8 @@ class Phase:
         if epochs and iterations:
             raise GrowpruneError(f"a phase takes epochs or iterations, got epochs={epochs} and iterations={iterations}")
         for before, edit in zip((None, *edits), edits, strict=False):
-            if edit.spread is Spread.LOST and not _is_prune_of(before, edit.part):
+            follows_prune = before is not None and before.action is Action.PRUNE and before.part == edit.part
+            if edit.spread is Spread.LOST and not follows_prune:
                 raise GrowpruneError(f"'{edit}' needs a prune of {edit.part.name} right before it in the same phase")
         for name, value in zip(Phase.__dataclass_fields__, (edits, epochs, iterations, restart, rule), strict=True):
             object.__setattr__(self, name, value)
@@ -77,10 +78,6 @@ class Phase:
         """Describe the phase, given a description of its edits."""
         edits = edits or "train"
         return edits if self.rule is None else f"{edits} ({type(self.rule).__name__} on {self.rule.part.name})"
-
-
-def _is_prune_of(edit: Edit | None, part: Part) -> bool:
-    return edit is not None and edit.action is Action.PRUNE and edit.part == part
 
 
 @dataclass(frozen=True)
@@ -195,17 +192,13 @@ class Declaration:
             object.__setattr__(self, "length", "iterations")
         if self.length is not None and self.length not in LENGTHS:
             raise GrowpruneError(f"length must be one of {', '.join(map(repr, LENGTHS))}, got {self.length!r}")
-        meant = {name: getattr(self, name) for name in _NAMES} | {f"length={self.length!r}": self.length}
-        for name, text in meant.items():
-            for parameter in re.findall(r"\w+", text or ""):
+        for name in vars(self).keys() - {"options", "allocation", "partition"}:
+            for parameter in re.findall(r"\w+", getattr(self, name) or ""):
                 if parameter not in self.options:
                     raise GrowpruneError(
-                        f"@method declares {name} with {parameter!r}, which is no parameter of the method; it has "
-                        f"{', '.join(self.options) or 'none'}"
+                        f"@method declares {name}={getattr(self, name)!r}, but the method has no parameter "
+                        f"{parameter!r}; it has {', '.join(self.options) or 'none'}"
                     )
-
-
-_NAMES = ("every", "first_mask", "rises_from", "peak", "parts", "seed", "control")
 
 
 def declaration_of(method: Any) -> Declaration:
@@ -298,19 +291,6 @@ def next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> l
         if schedule[index].phase.is_trained or schedule[index].branch is not None:
             break
     return edits
-
-
-def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:
-    """Return the prunes right after a branch's fork, if nothing else happens there.
-
-    A machine may then prune the part that it trained before the merge, with the same result. This holds as long as no
-    other part is ranked with it. With one ranking of the whole model, parts are pruned after the merge.
-    """
-    later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
-    after = next((phase for phase in later if phase.stage > scheduled.stage), None)
-    edits = () if after is None or after.branch is not None else after.phase.edits
-    is_plain = all(e.action is Action.PRUNE and e.is_usual and e.to is not None for e in edits)
-    return edits if is_plain else ()
 
 
 def onward(trail: str, scheduled: ScheduledPhase) -> str:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import in_one_go, matrix_shape
-from growprune.sparse.rng import rng_state, set_rng_state
 from growprune.sparse.weight_inputs import Source, Watcher
+from growprune.sparse.weight_memory import showing_products
 
 Forward = Callable[[nn.Module, Any], Any]
 """Computes a batch: forward(model, batch)."""
@@ -93,7 +93,6 @@ class Calibration:
         weights: those whose inputs are wanted.
         block_of: the name of the block of each weight, by the weight's name.
         forward: computes a batch; by default `call`.
-        tick: called after each batch of each pass.
     """
 
     def __init__(
@@ -104,10 +103,9 @@ class Calibration:
         *,
         block_of: Mapping[str, str],
         forward: Forward | None = None,
-        tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._weights, self._batches, self._block_of = model, weights, batches, block_of
-        self._forward, self._tick = forward or call, tick
+        self._forward = forward or call
         self._up_to: dict[str, set[str]] = {}
         """By block: those that computed before its last product, in some batch."""
 
@@ -129,27 +127,19 @@ class Calibration:
                     seen[weight.name] = seen[weight.name] & finite if weight.name in seen else finite
 
             self._run(batch, see, number=number)
-            self._check_finite(seen, number)
+            for name, is_finite in zip(seen, in_one_go(list(seen.values())), strict=True):
+                if not is_finite:
+                    raise GrowpruneError(
+                        f"the input of {name} has NaN or infinity in batch {number} of the calibration: remove that "
+                        f"batch, or compute in float32 or bfloat16"
+                    )
             reached |= seen.keys()
             order |= dict.fromkeys(walk)
-            self._keep_input(walk)
-            self._tick()
+            last = {block: place for place, block in enumerate(walk)}
+            first = {block: place for place, block in reversed(list(enumerate(walk)))}
+            for block, place in last.items():
+                self._up_to.setdefault(block, set()).update(other for other in first if first[other] <= place)
         return list(order), [weight for weight in self._weights if weight.name not in reached]
-
-    def _keep_input(self, walk: Sequence[str]) -> None:
-        """Remember which blocks computed before the last product of each."""
-        last = {block: place for place, block in enumerate(walk)}
-        first = {block: place for place, block in reversed(list(enumerate(walk)))}
-        for block, place in last.items():
-            self._up_to.setdefault(block, set()).update(other for other in first if first[other] <= place)
-
-    def _check_finite(self, seen: Mapping[str, Tensor], number: int) -> None:
-        for name, is_finite in zip(seen, in_one_go(list(seen.values())), strict=True):
-            if not is_finite:
-                raise GrowpruneError(
-                    f"the input of {name} has NaN or infinity in batch {number} of the calibration: remove that batch, "
-                    f"or compute in float32 or bfloat16"
-                )
 
     def inputs(self, block: str, *, with_products: bool) -> dict[str, Inputs]:
         """Return the input statistics of a block's weights, by weight name, for the weights that were reached."""
@@ -166,18 +156,19 @@ class Calibration:
         for batch in self._batches:
             with contextlib.suppress(_Reached):
                 self._run(batch, see)
-            self._tick()
         return {name: inputs for name, inputs in found.items() if inputs.total is not None}
 
     def _run(self, batch: Any, see: Callable[[Weight, Source], None], *, number: int = 0) -> None:
         device = next(self._model.parameters()).device
-        batch = _moved(batch, device)
+        plain = dict(batch) if isinstance(batch, Mapping) else batch  # a model may take things out of a dict
+        batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, plain)
         try:
             with Watcher(self._model, self._weights, see):
                 self._forward(self._model, batch)
         except TypeError as error:
+            what = type(batch).__name__ + (f" of {', '.join(map(str, batch))}" if isinstance(batch, dict) else "")
             raise GrowpruneError(
-                f"the model cannot compute batch {number} of the calibration, a {_described(batch)} ({error}): pass "
+                f"the model cannot compute batch {number} of the calibration, a {what} ({error}): pass "
                 f"forward=lambda model, batch: ..."
             ) from error
 
@@ -185,39 +176,16 @@ class Calibration:
 @contextlib.contextmanager
 def looking_only(model: nn.Module) -> Iterator[None]:
     """Switch to eval mode without gradients, in full precision; restore the mode and all random numbers at the end."""
-    training, random = {module: module.training for module in model.modules()}, rng_state()
-    fast_attention, precision = torch.backends.mha.get_fastpath_enabled(), torch.get_float32_matmul_precision()
-    caches = torch.is_autocast_cache_enabled()
+    precision, caches = torch.get_float32_matmul_precision(), torch.is_autocast_cache_enabled()
     try:
-        model.eval()
-        torch.backends.mha.set_fastpath_enabled(False)  # one operation for a layer, of which no product is seen
         torch.set_float32_matmul_precision("highest")
         torch.set_autocast_cache_enabled(False)  # copies of weights as they were before they were pruned
         torch.clear_autocast_cache()
-        with torch.no_grad(), _recurrent_products(model):
+        with showing_products(model):
             yield
     finally:
         torch.set_autocast_cache_enabled(caches)
         torch.set_float32_matmul_precision(precision)
-        torch.backends.mha.set_fastpath_enabled(fast_attention)
-        for module, was_training in training.items():
-            module.training = was_training
-        set_rng_state(random)
-
-
-@contextlib.contextmanager
-def _recurrent_products(model: nn.Module) -> Iterator[None]:
-    """Let recurrent layers compute step by step: in one operation for all, no product would be seen."""
-    has_any = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if has_any else []
-    before = [library.enabled for library in libraries]
-    try:
-        for library in libraries:
-            library.enabled = False
-        yield
-    finally:
-        for library, was_enabled in zip(libraries, before, strict=True):
-            library.enabled = was_enabled
 
 
 def _fits(weight: Weight, source: Source) -> bool:
@@ -229,15 +197,3 @@ def _tensors(batch: Any) -> list[Tensor]:
     # a mapping of another library, such as that of transformers' tokenizers, is a leaf to torch
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device, in a container of its own: a model may take things out of a dict."""
-    plain = dict(batch) if isinstance(batch, Mapping) else batch
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, plain)
-
-
-def _described(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"dict of {', '.join(map(str, batch))}"
-    return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__

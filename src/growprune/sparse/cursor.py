@@ -4,8 +4,8 @@
     cursor.advance(iteration)                # a trainer's loop: applies every edit that is due
     optimizer = cursor.attach(optimizer)     # a plain loop over epochs: each optimizer step advances the plan
 
-Iterations are optimizer steps, counted from the start of the plan. The branches of a fork follow one another, and those
-that are trained elsewhere count too.
+Iterations are optimizer steps, counted from the start of the plan. Plans with forks, such as P-GaP's, need the cursor
+of the engine (engine/forks.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from growprune.errors import GrowpruneError
-from growprune.masks.bits import Snapshot
-from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, next_edits, prunes_after_fork, walk
+from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, next_edits, walk
 from growprune.plan.phases import onward
 from growprune.plan.settings import check_counts, check_state, plain
 from growprune.sparse.checks import check_plan
@@ -30,10 +29,6 @@ from growprune.sparse.rules.base import RunningRule
 from growprune.sparse.stepper import unwrapped
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-
-Combine = Callable[[Snapshot, list[tuple[str, ...]], Snapshot], Snapshot]
-"""(the parts returned by this process, the names that each branch returns, a copy of the model before the fork) ->
-the parts of all branches."""
 
 OnPhase = Callable[[ScheduledPhase], None]
 
@@ -50,8 +45,6 @@ class Cursor:
     Args:
         iterations_per_epoch: the optimizer steps of an epoch; needed by `advance` if phases have epochs.
         is_begun: True if the edits of the first phase are done already, such as the random prune of `sparse_init`.
-        is_local: which branches of a fork are trained in this process; the others are trained elsewhere.
-        combine: collects the parts of all branches.
         score: called if an edit needs gradients before the first iteration; it calls `sparse.score`.
         on_enter, on_leave: called with each phase, after its edits and before the model leaves it.
 
@@ -66,6 +59,8 @@ class Cursor:
         (10, True)
     """
 
+    takes_forks = False
+
     def __init__(
         self,
         sparse: SparseModel,
@@ -73,8 +68,6 @@ class Cursor:
         *,
         iterations_per_epoch: int | None = None,
         is_begun: bool = False,
-        is_local: Callable[[int], bool] = lambda branch: True,
-        combine: Combine = lambda returned, parts, like: returned,
         score: Callable[[By], None] | None = None,
         on_enter: OnPhase = lambda scheduled: None,
         on_leave: OnPhase = lambda scheduled: None,
@@ -84,11 +77,13 @@ class Cursor:
         check_sparse_model(sparse, "Cursor")
         self.sparse, self.plan = sparse, plan
         self.schedule = tuple(walk(plan))
+        if not self.takes_forks and any(scheduled.branch is not None for scheduled in self.schedule):
+            raise GrowpruneError("Cursor trains no branches of a fork, as parallel_gap has them: use `growprune train`")
         _check(sparse, self.schedule)
         if isinstance(plan, Plan):
             check_plan(sparse, plan)
         self._per_epoch = plain(iterations_per_epoch)
-        self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
+        self._is_begun = is_begun
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False  # until `advance` or an optimizer counts iterations
         self._lengths: tuple[int, ...] = ()
@@ -104,9 +99,6 @@ class Cursor:
         self.is_over = False
         self._trail = ""
         """A digest of the phases up to the current one, so that a state of another plan is refused."""
-        self._base: Snapshot | None = None
-        """The model at the beginning of the current fork."""
-        self._returned: Snapshot = {}
         self.num_steps_after = 0
         """The number of steps of the attached optimizer after the end of the plan."""
         if sparse.cursor is None or sparse.cursor.is_over:
@@ -189,10 +181,6 @@ class Cursor:
         return None if self.position < 0 or self.is_over else self.schedule[self.position]
 
     @property
-    def _is_in_branch(self) -> bool:
-        return self.position >= 0 and self.schedule[self.position].branch is not None
-
-    @property
     def rule(self) -> RunningRule | None:
         """What happens around each step in the current phase, if it has a rule."""
         return self.sparse.rule
@@ -234,37 +222,31 @@ class Cursor:
     # Phases
 
     def _enter_next(self, start: int | None = None) -> ScheduledPhase | None:
-        """Leave the current phase and enter the next that is trained here, with its edits; None if there is none."""
+        """Leave the current phase and enter the next, with its edits; None if there is none."""
         if self.current is not None:
             self._leave(self.current)
-        while self.position + 1 < len(self.schedule):
-            scheduled = self.schedule[self.position + 1]
-            if self._is_mine(scheduled):
-                self.start = self.iteration if start is None else start
-                self._enter(scheduled)
-                return scheduled
-            self._pass(scheduled)
-            if start is not None:
-                self.iteration += self.length_of(scheduled.phase)
-                start += self.length_of(scheduled.phase)
-        self.is_over = True
-        self.sparse.set_rule(None)
-        self.sparse.watch(())
-        return None
+        return self._enter_following(start)
 
-    def _is_mine(self, scheduled: ScheduledPhase) -> bool:
-        return scheduled.branch is None or self._is_local(scheduled.branch)
+    def _enter_following(self, start: int | None) -> ScheduledPhase | None:
+        if self.position + 1 < len(self.schedule):
+            self.start = self.iteration if start is None else start
+            self._enter(self.schedule[self.position + 1])
+        else:
+            self.is_over = True
+            self.sparse.set_rule(None)
+            self.sparse.watch(())
+        return self.current
 
     def _enter(self, scheduled: ScheduledPhase) -> None:
-        if scheduled.branch is not None:
-            self._begin_branch(scheduled)
         try:
             if not (self._is_begun and scheduled.index == 0):
-                self._look(scheduled.phase)
+                for by in {edit.by for edit in scheduled.phase.edits if edit.by.needs_gradients}:
+                    if self._score is not None and not self.sparse.gradients.are_seen(by):
+                        self._score(by)
                 self.sparse.apply(*scheduled.phase.edits)
         except GrowpruneError as error:
             raise GrowpruneError(f"{scheduled}, at iteration {self.start}: {error}") from error
-        self._is_fresh |= scheduled.phase.restart or scheduled.branch is not None or self._is_in_branch
+        self._is_fresh |= scheduled.phase.restart
         self._place_at(scheduled)
         self._begin_rule(scheduled.phase)
         if self.rule is not None:
@@ -273,45 +255,11 @@ class Cursor:
         if not self._is_counting:
             self._watch()
 
-    def _begin_rule(self, phase: Phase | None) -> None:
-        self.sparse.set_rule(None if phase is None or phase.rule is None else running(phase.rule, self.sparse))
-
-    def _look(self, phase: Phase) -> None:
-        for by in {edit.by for edit in phase.edits if edit.by.needs_gradients}:
-            if self._score is not None and not self.sparse.gradients.are_seen(by):
-                self._score(by)
-
     def _leave(self, scheduled: ScheduledPhase) -> None:
         self._on_leave(scheduled)
-        if scheduled.returns is not None:
-            # no more than one part is ever dense then, and only live weights have to be sent
-            self.sparse.prune_early(prunes_after_fork(scheduled, self.schedule), scheduled.returns)
-            self._returned |= self.sparse.snapshot(scheduled.returns)
-            self._end_fork_after(scheduled)
 
-    def _pass(self, scheduled: ScheduledPhase) -> None:
-        """Go past a branch that is trained elsewhere."""
-        if self._base is None:
-            self._base, self._returned = self.sparse.snapshot(), {}
-        self.sparse.skip(scheduled.phase.edits)
-        self._place_at(scheduled)
-        self._end_fork_after(scheduled)
-
-    def _begin_branch(self, scheduled: ScheduledPhase) -> None:
-        if self._base is None:
-            self._base, self._returned = self.sparse.snapshot(), {}
-        elif scheduled.branch:
-            self.sparse.restore(self._base)
-
-    def _end_fork_after(self, scheduled: ScheduledPhase) -> None:
-        if not scheduled.is_last_branch:
-            return
-        assert self._base is not None
-        same = self.schedule[scheduled.index - (scheduled.branch or 0) : scheduled.index + 1]
-        parts = [s.returns.tensors for s in same if s.returns is not None]
-        # every tensor comes from the branch that returns it, and what none returns is as it was
-        self.sparse.restore(self._base | self._combine(self._returned, parts, self._base))
-        self._base, self._returned = None, {}
+    def _begin_rule(self, phase: Phase | None) -> None:
+        self.sparse.set_rule(None if phase is None or phase.rule is None else running(phase.rule, self.sparse))
 
     def _place_at(self, scheduled: ScheduledPhase) -> None:
         self.position, self._trail = scheduled.index, onward(self._trail, scheduled)
@@ -334,12 +282,12 @@ class Cursor:
         count = {"iteration": self.iteration, "start": self.start, "is_counting": self._is_counting}
         count["num_steps_after"] = self.num_steps_after
         rule = {} if self.rule is None else self.rule.state_dict()
-        return {**place, **count, "rule": rule, "base": self._base, "returned": dict(self._returned)}
+        return {**place, **count, "rule": rule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a cursor of the same plan. Load the SparseModel's state first."""
         counts = "iteration", "start", "is_counting", "num_steps_after"
-        check_state(state, "position", "trail", "is_over", *counts, "base", "returned")
+        check_state(state, "position", "trail", "is_over", *counts)
         if not self.is_place(state):
             raise GrowpruneError(
                 f"the state belongs to phase {state['position']} of another plan: create the Cursor with that plan, or "
@@ -350,7 +298,6 @@ class Cursor:
         self.num_steps_after = state["num_steps_after"]
         if self.position >= 0:
             self.sparse.begin(self)
-        self._base, self._returned = state["base"], dict(state["returned"])
         self._begin_rule(None if self.current is None else self.current.phase)
         if self.rule is not None:
             self.rule.load_state_dict(state["rule"])

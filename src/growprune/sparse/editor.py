@@ -209,11 +209,6 @@ class Editor:
             stored = self._stored[name]
             self.set_mask(name, torch.ones(stored.shape, dtype=torch.bool, device=stored.parameter.device))
 
-    def apply_within(self, edit: Edit, names: set[str]) -> None:
-        """Apply an edit to those of its pools that lie within these parameters."""
-        pools = self.pools(edit) if edit.to else []
-        self.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= names], edit)
-
     def _apply_as_is(self, edit: Edit) -> None:
         """Keep the zeros of the model. Raise unless each pool has as many live groups as the edit leaves.
 

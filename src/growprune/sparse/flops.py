@@ -8,14 +8,13 @@ biases do not count.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight, layer_weights, shape_of
-from growprune.sparse.weight_memory import WeightMemory
+from growprune.sparse.weight_memory import WeightMemory, showing_products
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,9 @@ def count_flops(model: nn.Module, example: Any) -> Flops:
     weights = [weight for group in layers.values() for weight in group]
     known = {weight.parameter for weight in weights}
     weights += [Weight(name, name, shape_of(model, name)) for name, _ in model.named_parameters() if name not in known]
-    with _left_as_it_was(model) as buffers, FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    with showing_products(model), sdpa_kernel(SDPBackend.MATH), counter:
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         charges = _Charges(counter, model, weights)
         with charges:
             torch.func.functional_call(model, buffers, args, kwargs)
@@ -133,36 +134,3 @@ class _Charges(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch giv
         if not flops:
             self._memory.note(func._schema.name if hasattr(func, "_schema") else "", arguments, out)
         return out
-
-
-@contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Switch to eval mode without gradients, and to operations that a counter sees; yield copies of buffers."""
-    training = {module: module.training for module in model.modules()}
-    gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    fast_attention = torch.backends.mha.get_fastpath_enabled()
-    try:
-        model.eval()
-        torch.backends.mha.set_fastpath_enabled(False)
-        is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-        by_steps = _recurrent_by_steps() if is_recurrent else contextlib.nullcontext()
-        with torch.no_grad(), torch.random.fork_rng(list(gpus)), sdpa_kernel(SDPBackend.MATH), by_steps:
-            yield {name: buffer.clone() for name, buffer in model.named_buffers()}
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_attention)
-        for module, was_training in training.items():
-            module.training = was_training
-
-
-@contextlib.contextmanager
-def _recurrent_by_steps() -> Iterator[None]:
-    """Have recurrent layers multiply step by step: cuDNN and oneDNN take a sequence at once, unseen by a counter."""
-    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
-    before = [(library, library.enabled) for library in libraries]
-    try:
-        for library, _ in before:
-            library.enabled = False
-        yield
-    finally:
-        for library, was_enabled in before:
-            library.enabled = was_enabled

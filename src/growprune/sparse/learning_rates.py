@@ -9,7 +9,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import Literal
 
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from growprune.errors import GrowpruneError
 
@@ -70,6 +70,8 @@ def adapts_its_rate(optimizer: Optimizer) -> bool:
     Their param groups hold running numbers of the whole training: an estimated distance d, or the sum of all weights of
     an average.
     """
+    if isinstance(optimizer, Adafactor):
+        return False  # its d is where it clips updates
     return any(not {"d", "weight_sum"}.isdisjoint(group) for group in optimizer.param_groups)
 
 

@@ -430,24 +430,30 @@ class SparseModel:
         """Take the zeros of weights as the masks: those of a `state_dict`, which is loaded, or of the present weights.
 
         Use it for weights whose masks you did not save, such as the best weights of a training. Live weights that
-        happen to be zero count as pruned. For an exact resume, load the state of the Sparsifier instead.
+        happen to be zero count as pruned; dense weights are an error. For an exact resume, load the state of the
+        Sparsifier instead.
         """
         self.check_not_released()
         if self.ranks is not None:
             raise GrowpruneError("adopt_zeros does not work with a sharded model: call it before sparse.shard")
-        if missing := [] if state is None else [name for name in self.stored if name not in state]:
-            raise GrowpruneError(f"the state dict has no {missing[0]}: pass one of the same model")
+        if state is not None:  # all is checked before anything is changed
+            mine = self.model.state_dict()
+            if unlike := sorted(mine.keys() ^ state.keys()):
+                raise GrowpruneError(
+                    f"only one of the state dict and the model has {unlike[0]}: pass one of this model"
+                )
+            shapes = {name: getattr(state[name], "shape", None) for name in mine}
+            for name, tensor in mine.items():
+                if shapes[name] != (shape := getattr(tensor, "shape", None)):
+                    raise GrowpruneError(f"{name} has shape {shapes[name]} in the state dict, but {shape} here")
         self.restore_groups()
 
         def values(name: str) -> Tensor:
             return self.stored[name].weight() if state is None else state[name]
 
-        for name, stored in self.stored.items():
-            if values(name).shape != stored.shape:
-                raise GrowpruneError(
-                    f"{name} has shape {tuple(values(name).shape)} in the state dict, but {tuple(stored.shape)} here"
-                )
-        for name, mask in masks_of_zeros(values, self.weights, self.pattern).items():
+        masks = masks_of_zeros(values, self.weights, self.pattern)
+        check_sparse(self.weights, masks, self.pattern)  # a dense model is an error, as in `from_zeros`
+        for name, mask in masks.items():
             with self.following(name) as stored:
                 stored.set_mask(mask.to(stored.parameter.device))
         if state is not None:
@@ -702,13 +708,6 @@ class SparseModel:
 
     def set_rule(self, rule: RunningRule | None) -> None:
         self.rule = rule
-
-    def prune_early(self, edits: Sequence[Edit], part: Part) -> None:
-        """Apply those rankings of later edits that lie within a part."""
-        for edit in edits:
-            self.editor.apply_within(edit, set(part.tensors))
-        if edits:
-            self.enforce()
 
     def skip(self, edits: Sequence[Edit]) -> None:
         """Record edits that are applied elsewhere, so that later ones draw the same random numbers everywhere."""

@@ -6,9 +6,7 @@ Besides the model, only the statistics of one block are in memory.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +22,12 @@ from growprune.masks.ranking import check_finite
 from growprune.plan import prune
 from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
 from growprune.sparse.checks import check_model
-from growprune.sparse.group_choice import chosen_in_all, to_matrix, write_matrix
+from growprune.sparse.group_choice import chosen_in_all, to_matrix, wanda_mask, write_matrix
 from growprune.sparse.model import SparseModel, check_sparse_model
 from growprune.sparse.sparsegpt import DAMPENING, inverse_factor, sparsegpt_pruned
-from growprune.sparse.wanda import wanda_mask
 
 CRITERIA = ("sparsegpt", "wanda", "magnitude")
+UNREACHED = ("error", "magnitude")
 
 
 def prune_pretrained(
@@ -44,7 +42,6 @@ def prune_pretrained(
     forward: Forward | None = None,
     ranked: str = "row",
     unreached: str = "error",
-    progress: bool = True,
     **settings: Any,
 ) -> SparseModel:
     """Prune a trained model in one shot with a few calibration batches, and return its SparseModel.
@@ -62,7 +59,6 @@ def prune_pretrained(
         forward: computes a batch, as forward(model, batch), if the model cannot be called with it directly.
         ranked: whether Wanda ranks each output "row" on its own, or the whole "layer".
         unreached: what to do with layers that no batch reaches: "error", or "magnitude" to prune them by |w|.
-        progress: show a progress bar, if stderr is a terminal.
         settings: further arguments of `SparseModel`, such as include, storage and seed.
 
     Examples:
@@ -84,7 +80,7 @@ def prune_pretrained(
         keep_dense=keep_dense,
         **settings,
     )
-    prune_by_data(sparse, batches, by=by, forward=forward, ranked=ranked, unreached=unreached, progress=progress)
+    prune_by_data(sparse, batches, by=by, forward=forward, ranked=ranked, unreached=unreached)
     return sparse
 
 
@@ -97,7 +93,6 @@ def prune_by_data(
     forward: Forward | None = None,
     ranked: str = "row",
     unreached: str = "error",
-    progress: bool = True,
 ) -> None:
     """Prune a SparseModel as `prune_pretrained` does, and update the state of attached optimizers.
 
@@ -112,15 +107,24 @@ def prune_by_data(
         sparse.prune(to=to)
     elif kept := _counts(own, to):
         _BlockByBlock(own, kept, by=by, by_row=ranked == "row").run(
-            read_batches(batches), forward, by_magnitude=unreached == "magnitude", progress=progress
+            read_batches(batches), forward, by_magnitude=unreached == "magnitude"
         )
 
 
 def _check(model: nn.Module, by: str, ranked: str, unreached: str, allocation: str) -> None:
     """Raise, before anything is changed, if the arguments are wrong."""
-    _check_choices(by=(by, CRITERIA), ranked=(ranked, ("row", "layer")), unreached=(unreached, ("error", "magnitude")))
-    _check_allocation(by, allocation)
-    _check_loaded(model)
+    choices = {"by": (by, CRITERIA), "ranked": (ranked, ("row", "layer")), "unreached": (unreached, UNREACHED)}
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if allocation in ("global", "global_no_floor") and by != "magnitude":
+        raise GrowpruneError(
+            f"allocation={allocation!r} ranks all layers together, but by={by!r} prunes them one at a time: use "
+            f"allocation='uniform' or 'erk', or by='magnitude'"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise GrowpruneError(f"{name} is on the meta device and has no values: load the model first")
 
 
 def _counts(own: SparseModel, to: float) -> dict[str, int]:
@@ -160,27 +164,38 @@ class _BlockByBlock:
         self._dampened: dict[str, float] = {}
         """The dampening of each Hessian that could not be inverted without it."""
 
-    def run(self, batches: Sequence[Any], forward: Forward | None, *, by_magnitude: bool, progress: bool) -> None:
+    def run(self, batches: Sequence[Any], forward: Forward | None, *, by_magnitude: bool) -> None:
         own = self._own
-        num_ticks = len(batches) * (1 + len(set(self._block_of.values())))
-        with looking_only(own.model), _bar(num_ticks, is_shown=progress) as tick, self._saying_what_is_done():
-            calibration = Calibration(
-                own.model, self._weights, batches, block_of=self._block_of, forward=forward, tick=tick
-            )
-            order, never = calibration.look()
-            if never and not by_magnitude:
-                raise GrowpruneError(
-                    f"no calibration input reaches {_listed([w.name for w in never])}: pass batches that do, add them "
-                    f"to keep_dense, or prune them by magnitude with unreached='magnitude'"
-                )
-            for block in order:
-                with _naming(block, self._by):
+        calibration = Calibration(own.model, self._weights, batches, block_of=self._block_of, forward=forward)
+        try:
+            with looking_only(own.model):
+                order, never = calibration.look()
+                if never and not by_magnitude:
+                    raise GrowpruneError(
+                        f"no calibration input reaches {_listed([w.name for w in never])}: pass batches that do, add "
+                        f"them to keep_dense, or prune them by magnitude with unreached='magnitude'"
+                    )
+                for block in order:
                     self._prune(block, calibration.inputs(block, with_products=self._by == "sparsegpt"))
-            for block in dict.fromkeys(b for b in self._block_of.values() if b not in order):
-                self._prune(block, {})
-            own.editor.num_edits += 1
-            own.editor.lost = {}
-        self._warn({weight.name for weight in never})
+                for block in dict.fromkeys(b for b in self._block_of.values() if b not in order):
+                    self._prune(block, {})
+        except BaseException as error:
+            if self._done:
+                error.add_note(
+                    f"growprune: {len(self._done)} of {len(self._weights)} weights are already pruned, up to "
+                    f"{self._done[-1]}: load the model again before you prune it again"
+                )
+            raise
+        own.editor.num_edits += 1
+        own.editor.lost = {}
+        asked_for = {weight.name for weight in never}
+        if lost := [name for name in self._by_magnitude if name not in asked_for]:
+            warn(f"{_listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
+        if self._dampened:
+            warn(
+                f"the Hessian of {_listed(list(self._dampened))} could not be inverted, so it was dampened by "
+                f"{max(self._dampened.values()):.0%} of its mean diagonal; more calibration data may help"
+            )
 
     def _prune(self, block: str, inputs: dict[str, Inputs]) -> None:
         """Prune the weights of a block, one parameter at a time."""
@@ -214,86 +229,6 @@ class _BlockByBlock:
             chosen, matrix = sparsegpt_pruned(matrix, alive, factor, kept, pattern)
             write_matrix(matrix.to(values.dtype), values, weight)
         write_matrix(chosen, mask, weight)
-
-    @contextmanager
-    def _saying_what_is_done(self) -> Iterator[None]:
-        """Add to an error which weights are pruned already."""
-        try:
-            yield
-        except GrowpruneError as error:
-            raise (GrowpruneError(f"{error}; {self._state()}") if self._done else error) from error.__cause__
-        except BaseException as error:
-            if self._done:
-                error.add_note(f"growprune: {self._state()}")
-            raise
-
-    def _state(self) -> str:
-        return (
-            f"{len(self._done)} of {len(self._weights)} weights are already pruned, up to {self._done[-1]}: load the "
-            f"model again before you prune it again"
-        )
-
-    def _warn(self, never: set[str]) -> None:
-        """Warn once about what did not go as asked. `never` are weights that the user let prune by magnitude."""
-        if lost := [name for name in self._by_magnitude if name not in never]:
-            warn(f"{_listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
-        if self._dampened:
-            warn(
-                f"the Hessian of {_listed(list(self._dampened))} could not be inverted, so it was dampened by "
-                f"{max(self._dampened.values()):.0%} of its mean diagonal; more calibration data may help"
-            )
-
-
-@contextmanager
-def _naming(block: str, by: str) -> Iterator[None]:
-    """Say which block ran out of memory, and what would help."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _out_of_memory(block, by) from error
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # how torch says so on a CPU
-            raise
-        raise _out_of_memory(block, by) from error
-
-
-def _out_of_memory(block: str, by: str) -> GrowpruneError:
-    less = ", or by='wanda', which needs one number per input instead of a matrix" if by == "sparsegpt" else ""
-    return GrowpruneError(f"out of memory in block {block}: use smaller calibration batches{less}")
-
-
-@contextmanager
-def _bar(num_ticks: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar; yield the function that advances it."""
-    if not is_shown or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("pruning", total=num_ticks)
-        yield lambda: bar.advance(task)
-
-
-def _check_choices(**given: tuple[str, Sequence[str]]) -> None:
-    for name, (value, known) in given.items():
-        if value not in known:
-            raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-
-
-def _check_allocation(by: str, allocation: str) -> None:
-    if allocation in ("global", "global_no_floor") and by != "magnitude":
-        raise GrowpruneError(
-            f"allocation={allocation!r} ranks all layers together, but by={by!r} prunes them one at a time: use "
-            f"allocation='uniform' or 'erk', or by='magnitude'"
-        )
-
-
-def _check_loaded(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise GrowpruneError(f"{name} is on the meta device and has no values: load the model first")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -100,7 +100,7 @@ class Stepper:
         """During a step: the user's list of param groups."""
         self._dtype: torch.dtype | None = None
         self.state_came_first: bool | None = None
-        """Compact storage: True if state was loaded since the last step, and other masks after it."""
+        """None unless state was loaded since the last step; True if other masks were loaded after it."""
 
     # A step
 
@@ -108,8 +108,11 @@ class Stepper:
         """Do what comes before a step; where a closure computes the gradients, when it has computed them."""
         self.restore_groups()  # those of a step that raised
         self._now = [(model, model.trained_by(optimizer)) for model in self.models()]
+        is_loaded = self.state_came_first is not None
         for model, _ in self._now:
             model.check_ready(self)
+        for model, trained in self._now if is_loaded else ():  # only now, since masks may be loaded after the state
+            model.mask_weights(trained, (optimizer,), only_state=True)
         self._follow_dtype(optimizer)
 
         def with_gradients() -> None:
@@ -199,6 +202,7 @@ class Stepper:
 
     def _scale_groups(self, optimizer: Optimizer) -> None:
         """Split the param groups by the densities of all models (see learning_rates.py), until `restore_groups`."""
+        self.restore_groups()  # an optimizer may call its closure twice in a step
         factors: dict[int, float] = {}
         for model, trained in self._now:
             if exponent := exponent_for(model.lr_scaling, optimizer):
@@ -243,11 +247,8 @@ class Stepper:
     # State
 
     def _follow_loaded_state(self) -> None:
-        """Mask state that was just loaded; compact storage remembers that it came, and perhaps before its masks."""
+        """Remember that state was just loaded, which the next step masks."""
         self.state_came_first = False
-        if (optimizer := self.optimizer()) is not None:
-            for model in self.models():
-                model.mask_weights(model.trained_by(optimizer), (optimizer,), only_state=True)
 
     def _follow_dtype(self, optimizer: Optimizer) -> None:
         """Convert state if the model's dtype has changed since the last step, which torch does not do."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -56,53 +56,21 @@ class Patches:
     stride: Sequence[int]
     padding: Sequence[int]
     dilation: Sequence[int]
-    transposed: bool
-    output_padding: Sequence[int]
     groups: int
 
     @property
     def columns(self) -> int:
-        inputs = self.tensor.shape[1] if self.transposed else self.tensor.shape[1] // self.groups
-        return inputs * math.prod(self.kernel)
+        return self.tensor.shape[1] // self.groups * math.prod(self.kernel)
 
     def chunks(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        each = self.tensor[:1].numel() * math.prod(self.kernel)
+        num_axes, each = len(self.kernel), self.tensor[:1].numel() * math.prod(self.kernel)
         for images in self.tensor.split(max(1, CHUNK // max(1, each))):  # type: ignore[no-untyped-call]
-            patches = self._patches(images.to(dtype))  # (examples, channels, *output positions, *kernel positions)
-            if not self.transposed:
-                yield self._matrices(patches, self.groups)
-                continue
-            for i in range(self.groups):  # rows have the inputs of all groups, but add up those of one for an output
-                own = torch.zeros_like(patches)
-                size = patches.shape[1] // self.groups
-                own[:, i * size : (i + 1) * size] = patches[:, i * size : (i + 1) * size]
-                yield self._matrices(own, 1)
-
-    def _matrices(self, patches: Tensor, groups: int) -> Tensor:
-        """(groups, examples, kernel positions x channels of a group)."""
-        num_axes, size = len(self.kernel), patches.shape[1] // groups
-        patches = patches.reshape(len(patches), groups, size, *patches.shape[2:]).movedim(2, -1).movedim(1, 0)
-        return patches.reshape(groups, math.prod(patches.shape[1 : 2 + num_axes]), self.columns)
-
-    def _patches(self, images: Tensor) -> Tensor:
-        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
-        before, after, stride = self.padding, self.padding, self.stride
-        if self.transposed:  # the convolution, with a flipped kernel, of inputs with zeros between them
-            images, stride = _spread_out(images, self.stride), [1] * len(self.kernel)
-            before = [r - p for r, p in zip(reach, self.padding, strict=True)]
-            after = [b + o for b, o in zip(before, self.output_padding, strict=True)]
-        images = F.pad(images, [*chain.from_iterable(reversed(list(zip(before, after, strict=True))))])
-        for axis, (r, s, d) in enumerate(zip(reach, stride, self.dilation, strict=True)):
-            images = images.unfold(2 + axis, r + 1, s)[..., ::d]
-        return images.flip([*range(-len(self.kernel), 0)]) if self.transposed else images
-
-
-def _spread_out(images: Tensor, stride: Sequence[int]) -> Tensor:
-    sizes = [(size - 1) * s + 1 for size, s in zip(images.shape[2:], stride, strict=True)]
-    spread = images.new_zeros(*images.shape[:2], *sizes)
-    steps = [slice(None, None, s) for s in stride]
-    spread[:, :, *steps] = images
-    return spread
+            patches = F.pad(images.to(dtype), [side for p in reversed(self.padding) for side in (p, p)])
+            for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+                patches = patches.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
+            # from (examples, channels, *output positions, *kernel positions)
+            patches = patches.reshape(len(patches), self.groups, -1, *patches.shape[2:]).movedim(2, -1).movedim(1, 0)
+            yield patches.reshape(self.groups, math.prod(patches.shape[1 : 2 + num_axes]), self.columns)
 
 
 Source: TypeAlias = Rows | Patches
@@ -149,9 +117,18 @@ def _grouped(
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
 ) -> Iterator[tuple[Tensor, Callable[[], Factors]]]:
-    yield weight, lambda: iter([(weight, Patches(x, tuple(weight.shape[2:]), *how))])
+    if not transposed:  # a transposed convolution counts as not reached
+        yield weight, lambda: iter([(weight, Patches(x, tuple(weight.shape[2:]), stride, padding, dilation, groups))])
 
 
 PRODUCTS: dict[str, Callable[..., Iterator[tuple[Tensor, Callable[[], Factors]]]]] = {

@@ -5,12 +5,15 @@ A dispatch mode sees every operation, but its arguments have no names: they are 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from growprune.sparse.rng import rng_state, set_rng_state
 
 COPIES = ("aten::_to_copy", "aten::clone", "growprune::expand")
 """Operations that copy a weight into another tensor. The last is how compact storage makes it dense."""
@@ -70,3 +73,28 @@ def _extent(tensor: Tensor) -> int:
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # unlike data_ptr, it tells tensors on the meta device apart
+
+
+@contextlib.contextmanager
+def showing_products(model: nn.Module) -> Iterator[None]:
+    """Switch to eval mode without gradients, and to operations that show each product; restore all of it at the end."""
+    training, random = {module: module.training for module in model.modules()}, rng_state()
+    fast_attention = torch.backends.mha.get_fastpath_enabled()
+    # cuDNN and oneDNN compute all steps of a recurrent layer in one operation
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    libraries: list[Any] = [torch.backends.cudnn, torch.backends.mkldnn] if is_recurrent else []
+    before = [library.enabled for library in libraries]
+    try:
+        model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer
+        for library in libraries:
+            library.enabled = False
+        with torch.no_grad():
+            yield
+    finally:
+        for library, was_enabled in zip(libraries, before, strict=True):
+            library.enabled = was_enabled
+        torch.backends.mha.set_fastpath_enabled(fast_attention)
+        for module, was_training in training.items():
+            module.training = was_training
+        set_rng_state(random)

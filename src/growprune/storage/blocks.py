@@ -26,6 +26,9 @@ from torch.nn import functional as F
 
 from growprune.masks.patterns import Block, Pattern
 
+PAYS_BELOW = {32: 0.2, 64: 0.3}
+"""The highest density at which products use live blocks, by the smaller side of a block."""
+
 log = logging.getLogger(__name__)
 
 
@@ -39,9 +42,9 @@ class LiveBlocks:
 
     def __post_init__(self) -> None:
         block_rows, block_columns, num_blocks, height, width = self.sizes
-        self.density = num_blocks / (block_rows * block_columns)
-        self.kind = (block_rows, block_columns, height, width, round(100 * self.density))
-        """What the time of products depends on, besides the number of tokens."""
+        most = max((density for size, density in PAYS_BELOW.items() if size <= min(height, width)), default=0.0)
+        self.pays = num_blocks <= most * block_rows * block_columns
+        """True if products over live blocks are faster than with the dense weight."""
 
     def to(self, device: torch.device) -> LiveBlocks:
         return LiveBlocks(self.table.to(device), self.sizes)

@@ -71,32 +71,14 @@ def is_recorded(layout: Any) -> bool:
     return sparse_parameter is not None and sparse_parameter.record is not None
 
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
-"""Autograd's hooks for saved tensors, as used by activation checkpointing: pack and unpack."""
-
-_hooks_in_force: Callable[[bool], Hooks] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
-)
-
-
-_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-
-
-def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Any, torch.dtype, Packed]:
-    """Return live values, bias, layout, the dtype that autocast would use, and the packed input."""
+def _operands(module: nn.Module) -> tuple[Tensor, Tensor | None, Any, torch.dtype]:
+    """Return live values, bias, layout, and the dtype that autocast would use."""
     parameters = module._parameters
     values, layout = parameters["weight"], module.__dict__[LAYOUTS]["weight"]
     assert values is not None
     kind = "cuda" if values.is_cuda else values.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
-    # torch.compile decides by itself what is kept, and what is computed again
-    keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    packed = _packed(_hooks_in_force(False), x, values, dtype) if keeps else None
-    return values, parameters.get("bias"), layout, dtype, packed
-
-
-Packed = tuple[Any, Callable[[Any], Tensor]] | None
-"""The input as packed by activation checkpointing, and the function that unpacks it."""
+    return values, parameters.get("bias"), layout, dtype
 
 
 def _dense(values: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
@@ -105,43 +87,6 @@ def _dense(values: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
 
 def _live(dense: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
     return dense.to(dtype) if layout is None else layout.compress(dense, dtype)
-
-
-def _packed(hooks: Hooks, x: Tensor, values: Tensor, dtype: torch.dtype) -> Packed:
-    """Pack the input for the backward pass if activation checkpointing is active.
-
-    Autograd saves a function's tensors after its forward. Activation checkpointing ends a recomputation as soon as the
-    last tensor it needs is saved, so a layer that left this to autograd would multiply once more in vain. So its hooks
-    are called before the layer computes, and before there is a node that the end would leave incomplete. Other hooks
-    are left to autograd, which frees what they keep. Values need not be packed: they live as long as the model.
-    """
-    if (
-        hooks is None
-        or hooks[0].__module__ != "torch.utils.checkpoint"
-        or not (x.requires_grad or values.requires_grad)
-    ):
-        return None
-    pack, unpack = hooks
-    x = x.data if x.dtype is dtype else x.data.to(dtype)  # a detached one would hold on to what it is a view of
-    return pack(x), unpack
-
-
-def _keep(ctx: Any, packed: Packed, x: Tensor, values: Tensor) -> None:
-    ctx.packed = packed
-    if packed is None:
-        ctx.save_for_backward(x, values)
-    else:
-        ctx.values = values
-
-
-def _kept(ctx: Any) -> Any:
-    """Return the input and the values."""
-    if ctx.packed is None:
-        return ctx.saved_tensors
-    x, unpack = ctx.packed
-    if not _keeps_graph():
-        ctx.packed = ()  # which, through `unpack`, would hold the input of the whole checkpoint
-    return unpack(x), ctx.values
 
 
 def applied(module: nn.Module, function: type[torch.autograd.Function], *operands: Any) -> Tensor:
@@ -163,17 +108,15 @@ def check_first_derivative(gradient: Tensor) -> None:
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """Compute `nn.Linear.forward`."""
-    return applied(module, CompactLinear, x, *_operands(module, x))
+    return applied(module, CompactLinear, x, *_operands(module))
 
 
 class CompactLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, dtype: torch.dtype, packed: Packed
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, dtype: torch.dtype) -> Tensor:
         ctx.layout, ctx.dtypes = layout, (x.dtype, None if bias is None else bias.dtype)
         x = x if x.dtype is dtype else x.to(dtype)
-        _keep(ctx, packed, x, values)
+        ctx.save_for_backward(x, values)
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
         if _has_block_products(layout, x):
             y = block_products.output(layout, x.reshape(-1, x.shape[-1]), values, bias)
@@ -187,8 +130,8 @@ class CompactLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative(gradients[0])
-        x, values = _kept(ctx)
-        needs_x, needs_values, needs_bias, _, _, _ = ctx.needs_input_grad
+        x, values = ctx.saved_tensors
+        needs_x, needs_values, needs_bias, _, _ = ctx.needs_input_grad
         (x_dtype, bias_dtype), layout = ctx.dtypes, ctx.layout
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
         grad_x = grad_values = grad_bias = None
@@ -205,11 +148,11 @@ class CompactLinear(torch.autograd.Function):
             grad_x = grad_x if x_dtype is dtype else grad_x.to(x_dtype)
         if needs_bias:
             grad_bias = rows.sum(0).to(bias_dtype)
-        return grad_x, grad_values, grad_bias, None, None, None
+        return grad_x, grad_values, grad_bias, None, None
 
 
 def _has_block_products(layout: Any, x: Tensor) -> bool:
-    if layout is None or layout.blocks is None or not block_products.can_run(x):
+    if layout is None or layout.blocks is None or not block_products.can_run(layout.blocks, x):
         return False
     # they have no derivatives of their own, which are wanted where a backward pass makes a graph
     return torch.compiler.is_compiling() or not torch.is_grad_enabled()
@@ -253,7 +196,7 @@ def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None
 def _convolve(module: nn.Module, x: Tensor, shape: tuple[Any, ...]) -> Tensor:
     is_batch = x.dim() == len(shape[0]) + 2
     x = x if is_batch else x[None]
-    y = applied(module, CompactConvolution, x, *_operands(module, x), shape)
+    y = applied(module, CompactConvolution, x, *_operands(module), shape)
     return y if is_batch else y[0]
 
 
@@ -266,20 +209,19 @@ class CompactConvolution(torch.autograd.Function):
         bias: Tensor | None,
         layout: Any,
         dtype: torch.dtype,
-        packed: Packed,
         shape: tuple[Any, ...],
     ) -> Tensor:
         ctx.layout, ctx.shape, ctx.dtypes = layout, shape, (x.dtype, None if bias is None else bias.dtype)
         ctx.bias_size = None if bias is None else [bias.numel()]
         x = x if x.dtype is dtype else x.to(dtype)
-        _keep(ctx, packed, x, values)
+        ctx.save_for_backward(x, values)
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
         return torch.convolution(x, _dense(values, layout, dtype), bias, *shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative(gradients[0])
-        x, values = _kept(ctx)
+        x, values = ctx.saved_tensors
         (x_dtype, bias_dtype), needs = ctx.dtypes, list(ctx.needs_input_grad[:3])
         dense = _dense(values, ctx.layout, x.dtype)
         grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
@@ -291,7 +233,7 @@ class CompactConvolution(torch.autograd.Function):
             grad_values = _live(grad_weight, ctx.layout, values.dtype)
         grad_x = grad_x.to(x_dtype) if needs[0] else None
         grad_bias = grad_bias.to(bias_dtype) if needs[2] else None
-        return grad_x, grad_values, grad_bias, None, None, None, None
+        return grad_x, grad_values, grad_bias, None, None, None
 
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {

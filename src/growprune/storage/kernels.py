@@ -48,10 +48,7 @@ def pack(mask: Tensor, *, group: int = 1) -> Tensor:
     [13, 0]
     """
     lives = mask.reshape(-1, group)[:, 0]
-    if triton := _triton_kernels(mask.device.type):
-        return triton.pack(lives, -(-lives.numel() // BLOCK) * (BLOCK // 8))  # type: ignore[no-any-return]
-    on_cpu = torch.from_numpy(np.packbits(lives.numpy(), bitorder="little")) if mask.device.type == "cpu" else None
-    return padded_copy(pack_mask(lives) if on_cpu is None else on_cpu, to=BLOCK // 8)
+    return padded_copy(pack_mask(lives), to=BLOCK // 8)
 
 
 def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
@@ -61,13 +58,7 @@ def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
     [True, False, True, True]
     """
     num_groups = n // group
-    if triton := _triton_kernels(bits.device.type):
-        lives: Tensor = triton.unpack(bits, num_groups)
-    elif bits.device.type == "cpu":
-        octets = np.unpackbits(bits.numpy(), count=num_groups, bitorder="little")
-        lives = torch.from_numpy(octets.view(np.bool_))
-    else:
-        lives = unpack_mask(bits[: -(-num_groups // 8)], (num_groups,))
+    lives = unpack_mask(bits[: -(-num_groups // 8)], (num_groups,))
     return lives if group == 1 else lives.unsqueeze(1).expand(-1, group).reshape(-1)
 
 
@@ -82,15 +73,13 @@ def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
         pairs = bits - ((bits >> 1) & 0x55)
         fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
         counts = ((fours + (fours >> 4)) & 0x0F).view(-1, BLOCK // 8).sum(1)
-    elif hasattr(np, "bitwise_count"):
+    else:
         # a block is sixteen bytes of counts, none over 64: adding eight bytes as one number is ten times as fast
         words = np.bitwise_count(bits.numpy().view(np.uint64)).view(np.uint64).reshape(-1, 2)
         sums, even = words[:, 0] + words[:, 1], np.uint64(0x00FF00FF00FF00FF)
         sums = (sums & even) + ((sums >> np.uint64(8)) & even)
         sums = (sums * np.uint64(0x0001000100010001)) >> np.uint64(48)  # the sum of all four, in the highest
         counts = torch.from_numpy(sums.astype(np.int64))
-    else:
-        counts = torch.from_numpy(_ONES[bits.numpy()].reshape(-1, BLOCK // 8).sum(1, dtype=np.int64))
     ends = counts.cumsum(0)
     offsets = torch.zeros_like(ends)
     offsets[1:] = ends[:-1]
@@ -104,15 +93,9 @@ def count_bits(bits: Tensor) -> int:
     10
     """
     octets = bits.numpy()
-    if not hasattr(np, "bitwise_count"):
-        return int(_ONES[octets].sum(dtype=np.int64))
     end = octets.size // 8 * 8  # eight bytes at a time, and what is left
     parts = np.ascontiguousarray(octets[:end]).view(np.uint64), octets[end:]
     return sum(int(np.bitwise_count(part).sum(dtype=np.int64)) for part in parts)
-
-
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
-"""How many bits are set in each byte, for a numpy older than 2."""
 
 
 def _expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
@@ -289,22 +272,6 @@ def zero_off(tensor: Tensor, bits: Tensor) -> None:
     triton = _triton_kernels("cuda")
     assert triton is not None
     triton.zero_off(tensor, bits)
-
-
-def expander(
-    values: Tensor, bits: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype, group: int
-) -> Callable[[int], Tensor] | None:
-    """Return a fast function that expands such values, given their address; None if there is none."""
-    triton = _triton_kernels(values.device.type)
-    return None if triton is None else triton.expander(values, bits, offsets, shape, dtype, group)
-
-
-def compressor(
-    dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int
-) -> Callable[[int], Tensor] | None:
-    """Return a fast function for `compress`, as `expander` does for `expand`."""
-    triton = _triton_kernels(dense.device.type)
-    return None if triton is None else triton.compressor(dense, bits, offsets, nnz, dtype, group)
 
 
 @functools.cache

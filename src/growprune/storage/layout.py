@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,15 +61,12 @@ class Layout:
         self._numel = self.shape.numel()
         self.recorder: weakref.ref[Any] | None = None
         """The sparse parameter that may record dense gradients. A copy has none."""
-        self._quick: dict[tuple[Any, ...], Callable[[int], Tensor] | None] = {}
-        """Fast functions that expand and compress, by dtype and device; created when first needed."""
 
     def to(self, device: torch.device) -> Layout:
         """Return the layout on another device."""
         if self.bits.device != device:
             self.bits, self.offsets = self.bits.to(device), self.offsets.to(device)
             self.blocks = None if self.blocks is None else self.blocks.to(device)
-            self._quick = {}
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
@@ -84,29 +80,15 @@ class Layout:
 
     def expand(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dense tensor of live values."""
-        key = (values.dtype, dtype, values.device)
-        if (quick := self._quick.get(key)) is not None and _is_usual(values):
-            return quick(values.data_ptr())
         here = self.to(values.device)
         flat = kernels.expand(values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group)
-        if _is_usual(values) and key not in self._quick and not self.is_folded:
-            settings = (here.bits, here.offsets, self.shape, dtype or values.dtype, self.group)
-            self._quick[key] = kernels.expander(values, *settings)
         return self._unfold(flat)
 
     def compress(self, dense: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the live values of a dense tensor."""
-        key = (dense.dtype, dtype, dense.device, "compress")
-        if (quick := self._quick.get(key)) is not None and _is_usual(dense):
-            return quick(dense.data_ptr())
         here = self.to(dense.device)
         flat = (dense.movedim(1, -1) if self.is_folded else dense).reshape(-1)
-        settings = (here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group)
-        if _is_usual(dense) and key not in self._quick and not self.is_folded:
-            live = kernels.compress(flat, *settings)
-            self._quick[key] = kernels.compressor(flat, *settings)
-            return live
-        return kernels.compress(flat, *settings)
+        return kernels.compress(flat, here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group)
 
     def _unfold(self, flat: Tensor) -> Tensor:
         if not self.is_folded:
@@ -114,14 +96,3 @@ class Layout:
         folded = (self.shape[0], *self.shape[2:], self.shape[1])
         # of a 1x1 convolution, contiguous() would keep the strides of channels_last, with which torch rounds otherwise
         return flat.view(folded).movedim(-1, 1).reshape(-1).view(self.shape)
-
-
-def _is_usual(tensor: Tensor) -> bool:
-    """True if a kernel that ran before can run again with this tensor, without checks."""
-    return (
-        tensor.is_cuda
-        and kernels.is_plain()
-        and tensor.is_contiguous()
-        and tensor.data_ptr() % 16 == 0
-        and tensor.get_device() == torch.cuda.current_device()
-    )

@@ -12,7 +12,6 @@ Programs that read the same tokens run side by side, as the second axis of the g
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -36,9 +35,10 @@ class Tile(NamedTuple):
     """How many steps are loaded ahead, and one."""
 
 
-def output(x: Tensor, values: Tensor, bias: Tensor | None, table: Tensor, sizes, tile: Tile) -> Tensor:
+def output(x: Tensor, values: Tensor, bias: Tensor | None, table: Tensor, sizes) -> Tensor:
     """y = x W^T + bias, for x of (N, inputs); `sizes` are block rows, block columns, live blocks, height, width."""
-    block_rows, _, _, height, _ = sizes
+    block_rows, _, _, height, width = sizes
+    tile = tile_of_tokens(height, width)
     y = torch.empty(x.shape[0], block_rows * height, dtype=x.dtype, device=x.device)
     grid = (y.shape[1] // tile.columns, -(-x.shape[0] // tile.rows), 1)
     numbers = (x.shape[0], x.stride(0), *sizes, *tile[:3], int(bias is not None))
@@ -47,9 +47,10 @@ def output(x: Tensor, values: Tensor, bias: Tensor | None, table: Tensor, sizes,
     return y
 
 
-def input_gradient(dy: Tensor, values: Tensor, table: Tensor, sizes, tile: Tile) -> Tensor:
+def input_gradient(dy: Tensor, values: Tensor, table: Tensor, sizes) -> Tensor:
     """dx = dy W."""
-    _, block_columns, _, _, width = sizes
+    _, block_columns, _, height, width = sizes
+    tile = tile_of_tokens(width, height)
     dx = torch.empty(dy.shape[0], block_columns * width, dtype=dy.dtype, device=dy.device)
     grid = (dx.shape[1] // tile.columns, -(-dy.shape[0] // tile.rows), 1)
     numbers = (dy.shape[0], dy.stride(0), *sizes, *tile[:3])
@@ -57,9 +58,10 @@ def input_gradient(dy: Tensor, values: Tensor, table: Tensor, sizes, tile: Tile)
     return dx
 
 
-def values_gradient(dy: Tensor, x: Tensor, table: Tensor, sizes, dtype: torch.dtype, tile: Tile) -> Tensor:
+def values_gradient(dy: Tensor, x: Tensor, table: Tensor, sizes, dtype: torch.dtype) -> Tensor:
     """The live values of dW = dy^T x."""
     block_rows, block_columns, num_blocks, height, width = sizes
+    tile = tile_of_values(height, width)
     gradient = torch.empty(num_blocks * height * width, dtype=dtype, device=x.device)
     if num_blocks:
         if tile.columns <= width:
@@ -74,35 +76,21 @@ def values_gradient(dy: Tensor, x: Tensor, table: Tensor, sizes, dtype: torch.dt
     return gradient
 
 
-@functools.cache
-def tiles(product: str, height: int, width: int) -> tuple[Tile, ...]:
-    """Return the tiles to try for a product ("output", "input", "values"); the first is used without measuring."""
-    if product == "values":
-        found = [Tile(_part(height, t[0]), _part(width, t[1]), *t[2:]) for t in _of_values(height)]
-        if width in (32, 64):
-            found += [Tile(_part(height, 64), 128, 64, 4, 4), Tile(_part(height, 64), 128, 64, 4, 3)]
-        return tuple(dict.fromkeys(found))
-    across, along = (height, width) if product == "output" else (width, height)
-    found = [Tile(t[0], _part(across, t[1]), _part(along, t[2]), *t[3:]) for t in _of_tokens(across)]
-    return tuple(dict.fromkeys(found))
-
-
-def _of_tokens(across: int) -> list[tuple[int, int, int, int, int]]:
-    """Tokens, the part of a block across, the part along, warps, stages."""
+def tile_of_tokens(across: int, along: int) -> Tile:
+    """Return the tile of "output" and "input", for the side of a block that the result has, and the one summed over."""
     if across % 128 == 0:
-        return [(128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3), (128, 64, 64, 4, 3)]
+        return Tile(128, 128, _part(along, 64), 4, 3)
     if across % 64 == 0:
-        return [(128, 64, 64, 4, 3), (128, 64, 64, 4, 2), (256, 64, 64, 8, 2), (256, 64, 64, 4, 2)]
-    return [(128, 32, 64, 4, 4), (256, 32, 64, 4, 4), (256, 32, 32, 8, 4)]
+        return Tile(128, 64, _part(along, 64), 4, 3)
+    return Tile(256, 32, _part(along, 64), 4, 4)
 
 
-def _of_values(height: int) -> list[tuple[int, int, int, int, int]]:
-    """Outputs, inputs, tokens a step, warps, stages."""
-    if height % 128 == 0:
-        return [(128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (128, 128, 128, 8, 3)]
-    if height % 64 == 0:
-        return [(64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 64, 64, 4, 3)]
-    return [(32, 32, 128, 4, 3), (32, 32, 64, 2, 4), (32, 32, 64, 1, 4)]
+def tile_of_values(height: int, width: int) -> Tile:
+    """Return the tile of "values": rows are outputs, columns inputs."""
+    if width in (32, 64):  # several neighbours at a time
+        return Tile(_part(height, 64), 128, 64, 4, 3 if width == 32 else 4)
+    side = min(_part(height, 128), _part(width, 128))
+    return Tile(side, side, 128 if side == 32 else 64, 4, 4 if side == 128 else 3)
 
 
 def _part(size: int, most: int) -> int:

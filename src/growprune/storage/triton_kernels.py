@@ -17,8 +17,6 @@ program, 1 to 16 warps).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -30,10 +28,6 @@ ZERO_BYTES = 128
 
 STAGES = 3
 """The default number of pipelined loop steps, the same as Triton's."""
-
-_STARTED: dict[tuple[Any, ...], Callable[..., None]] = {}
-"""Kernels that ran before, by types and sizes. Triton's own lookup takes several times as long in Python as the GPU
-needs to start a kernel, and a layer starts four in each step."""
 
 
 def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
@@ -56,71 +50,6 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
     return values
 
 
-def expander(values: Tensor, bits: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype, group: int):
-    """Return a fast function for `expand` of such values; None if there is none. Run `expand` once before.
-
-    It takes the address of the values, and returns the dense tensor. Bits and offsets must stay in place.
-    """
-    n, (width, num_bits) = shape.numel(), _tile(group)
-    dense = torch.empty(shape, dtype=dtype, device=values.device)
-    grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
-    numbers = (n, group, width, num_bits)
-    start = _started(_expand_kernel, grid, (values, bits, offsets, dense), numbers, 1 if group == 1 else 2)
-    if start is None or n % 16:
-        return None
-    device, index = values.device, values.get_device()
-    bits_at, offsets_at, stream = bits.data_ptr(), offsets.data_ptr(), torch._C._cuda_getCurrentRawStream
-
-    def run(address: int) -> Tensor:
-        dense = torch.empty(shape, dtype=dtype, device=device)
-        start(stream(index), address, bits_at, offsets_at, dense.data_ptr(), *numbers)
-        return dense
-
-    return run
-
-
-def compressor(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int):
-    """Return a fast function for `compress`, from the address of a dense tensor to the live values."""
-    width, num_bits = _tile(group)
-    values = torch.empty(nnz, dtype=dtype, device=dense.device)
-    grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
-    numbers = (dense.numel(), group, width, num_bits)
-    start = _started(_compress_kernel, grid, (values, bits, offsets, dense), numbers, 4 if group == 1 else 2)
-    if start is None:
-        return None
-    device, index = dense.device, dense.get_device()
-    bits_at, offsets_at, stream = bits.data_ptr(), offsets.data_ptr(), torch._C._cuda_getCurrentRawStream
-
-    def run(address: int) -> Tensor:
-        values = torch.empty(nnz, dtype=dtype, device=device)
-        start(stream(index), values.data_ptr(), bits_at, offsets_at, address, *numbers)
-        return values
-
-    return run
-
-
-def _started(kernel, grid, tensors, numbers, num_warps):
-    """Return the launcher of a kernel that ran before with such tensors on the current device, if any."""
-    index = tensors[0].get_device()
-    if index != torch.cuda.current_device() or any(tensor.data_ptr() % 16 for tensor in tensors):
-        return None
-    return _STARTED.get((id(kernel), index, grid, numbers, num_warps, STAGES, *[tensor.dtype for tensor in tensors]))
-
-
-def pack(mask: Tensor, num_bytes: int) -> Tensor:
-    bits = torch.empty(num_bytes, dtype=torch.uint8, device=mask.device)
-    grid = (-(-num_bytes // 128), 1, 1)
-    launch(_pack_kernel, grid, (mask.contiguous().view(torch.uint8), bits), (mask.numel(), 128), num_warps=4)
-    return bits
-
-
-def unpack(bits: Tensor, n: int) -> Tensor:
-    mask = torch.empty(n, dtype=torch.bool, device=bits.device)
-    grid = (-(-bits.numel() // 128), 1, 1)
-    launch(_unpack_kernel, grid, (mask.view(torch.uint8), bits), (n, 128), num_warps=4)
-    return mask
-
-
 def zero_off(flat: Tensor, bits: Tensor) -> None:
     """Set a contiguous tensor to zero where the bits are zero, in place."""
     grid = (-(-bits.numel() // ZERO_BYTES), 1, 1)
@@ -128,26 +57,9 @@ def zero_off(flat: Tensor, bits: Tensor) -> None:
 
 
 def launch(kernel, grid, tensors, numbers, *, num_warps, num_stages=STAGES):
-    """Start a kernel; from the second time on, with as little Python as possible."""
-    device = tensors[0].get_device()
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    # what Triton compiled for aligned tensors is wrong for others
-    is_usual = not functools.reduce(int.__or__, addresses) % 16 and device == torch.cuda.current_device()
-    key = (id(kernel), device, grid, numbers, num_warps, num_stages, *[tensor.dtype for tensor in tensors])
-    start = _STARTED.get(key) if is_usual else None
-    if start is not None:
-        start(torch._C._cuda_getCurrentRawStream(device), *addresses, *numbers)
-        return
-    with torch.cuda.device(device):
-        compiled = kernel[grid](*tensors, *numbers, num_warps=num_warps, num_stages=num_stages)
-    if is_usual and hasattr(compiled, "packed_metadata"):
-        _STARTED[key] = _starter(compiled, *grid)
-
-
-def _starter(compiled, x, y, z):
-    """What Triton's own launcher does after it has found the kernel, without hooks for profilers."""
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    return lambda stream, *arguments: run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+    """Start a kernel on the device of its tensors."""
+    with torch.cuda.device(tensors[0].get_device()):
+        kernel[grid](*tensors, *numbers, num_warps=num_warps, num_stages=num_stages)
 
 
 @functools.cache
@@ -158,34 +70,11 @@ def _tile(group: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _pack_kernel(mask, bits, n, BYTES: tl.constexpr):
-    first, place, exists = _octets(tl.program_id(0), n, BYTES)
-    lives = tl.load(mask + first * 8 + place, mask=exists, other=0) != 0
-    octets = tl.sum(lives.to(tl.int32) << tl.arange(0, 8)[None, :], 1)
-    tl.store(bits + first + tl.arange(0, BYTES), octets.to(tl.uint8))
-
-
-@triton.jit
-def _unpack_kernel(mask, bits, n, BYTES: tl.constexpr):
-    first, place, exists = _octets(tl.program_id(0), n, BYTES)
-    octets = tl.load(bits + first + tl.arange(0, BYTES)).to(tl.int32)
-    alive = (octets[:, None] >> tl.arange(0, 8)[None, :]) & 1
-    tl.store(mask + first * 8 + place, alive.to(tl.uint8), mask=exists)
-
-
-@triton.jit
-def _octets(program, n, BYTES: tl.constexpr):
-    """The first of a program's bytes of mask, where its elements lie from the first on, and which exist."""
-    first = program.to(tl.int64) * BYTES
-    place = tl.arange(0, BYTES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    return first, place, place < n - first * 8
-
-
-@triton.jit
 def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr):
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the end may still be in the cache after writing
-    first, place, exists = _octets(program, n, BYTES)
-    byte = tl.arange(0, BYTES)
+    first, byte = program.to(tl.int64) * BYTES, tl.arange(0, BYTES)
+    place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    exists = place < n - first * 8
     octets = tl.load(bits + first + byte, mask=byte < num_bytes - first, other=0).to(tl.int32)
     alive = ((octets[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
     # eight neighbours are loaded as one: only if all of them are dead, they are left out

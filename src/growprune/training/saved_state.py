@@ -49,8 +49,6 @@ _PLACE: Names = {
     "cursor.is_counting": bool,
     "cursor.num_steps_after": int,
     "cursor.rule": dict,
-    "cursor.base": (dict, type(None)),
-    "cursor.returned": dict,
 }
 _MORE: Names = {
     "weights": dict,
@@ -154,10 +152,11 @@ def check_optimizers(state: Mapping[str, Any], optimizers: Sequence[Optimizer], 
             for name, stored in own.stored.items()
         }
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        names = _entries_of(optimizer)
         for index, entries in one["state"].items():
             parameter = parameters[index]
             fitting = (parameter.shape, torch.Size([alive.get(id(parameter), parameter.numel())]), torch.Size())
-            for name in _entries_of(optimizer):
+            for name in names:
                 entry = entries.get(name, "missing")
                 if not (entry is None or (isinstance(entry, Tensor) and (entry.shape in fitting or is_wrapped(entry)))):
                     raise GrowpruneError(

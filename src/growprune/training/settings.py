@@ -201,10 +201,8 @@ class Settings:
             if unit is None:
                 raise GrowpruneError(f"epochs={self.epochs} also needs iterations_per_epoch=len(loader)")
             total = self.epochs * unit
-        if about.length not in (None, "iterations") and not is_recipe:
-            unit = 1 if total is not None and not {"epochs", "finetune"} & given.keys() else unit
-            if unit is None:
-                raise GrowpruneError(f"{self.name} with epochs also needs iterations_per_epoch=len(loader)")
+        if about.length not in (None, "iterations") and total is not None and not is_recipe:
+            unit = unit if {"epochs", "finetune"} & given.keys() else 1
 
         # what is filled in, unless the user gave it
         options: dict[str, Any] = {"sparsity": self.sparsity} if "sparsity" in about.options else {}
@@ -232,9 +230,9 @@ class Settings:
             instead = ", or epochs instead" if "iterations" in missing else ""
             raise GrowpruneError(f"{self.name} needs {', '.join(missing)}. Give it in options{instead}")
         plan = self.make_plan(parts, **options)
-        pattern, begins = parse_pattern(self.pattern), _first_sparsity(plan)
+        pattern = parse_pattern(self.pattern)
         least = 1 - pattern.n / pattern.m if isinstance(pattern, NofM) else 0.0
-        if self.is_start_open and 0 < begins < least <= self.sparsity:  # which this pattern cannot have
+        if self.is_start_open and 0 < _first_sparsity(plan) < least <= self.sparsity:  # which this pattern cannot have
             plan = self.make_plan(parts, **options | {str(about.rises_from): least})
         if any(s.phase.epochs for s in walk(plan)) and unit is None:
             raise GrowpruneError(f"{self.name} with epochs also needs iterations_per_epoch=len(loader)")
@@ -282,7 +280,10 @@ class Settings:
         if example is None and isinstance(said.calibration, Sequence) and said.calibration:
             example = said.calibration[0]
         layers = layer_weights(model)
-        keep_dense, how_kept = said.kept_dense(model, example, layers=layers)
+        if sparse is None:
+            keep_dense, how_kept = said.kept_dense(model, example, layers=layers)
+        else:
+            keep_dense, how_kept = sparse.keep_dense, "keep_dense of the SparseModel"
         weights = prunable_weights(model, keep_dense=keep_dense, include=said.include, layers=layers)
         _check_trained(model, weights, optimizers)
         parts = said.cut(model, keep_dense, _num_layers(weights))

@@ -146,7 +146,7 @@ def _launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...]
     if not tensors[0].is_cuda:
         kernel[grid](*tensors, *sizes, num_warps=warps)
         return
-    from growprune.storage.triton_kernels import launch  # with little Python from the second call on
+    from growprune.storage.triton_kernels import launch
 
     launch(kernel, grid, tensors, sizes, num_warps=warps)
 
