@@ -100,10 +100,10 @@ def applied(module: nn.Module, function: type[torch.autograd.Function], *operand
     return super(torch.autograd.Function, function).apply(*operands)  # type: ignore[no-any-return,misc]
 
 
-def check_first_derivative(gradient: Tensor) -> None:
-    """Raise if a graph of the backward pass is created, because the GPU kernels have no second derivatives."""
-    if torch.is_grad_enabled() and gradient.is_cuda and not torch.compiler.is_compiling():
-        raise RuntimeError("compact storage has no second derivatives on a GPU: use storage='masked'")
+def check_first_derivative() -> None:
+    """Raise if a graph of the backward pass is created."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("compact storage has no second derivatives: use storage='masked'")
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class CompactLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_derivative(gradients[0])
+        check_first_derivative()
         x, values = ctx.saved_tensors
         needs_x, needs_values, needs_bias, _, _ = ctx.needs_input_grad
         (x_dtype, bias_dtype), layout = ctx.dtypes, ctx.layout
@@ -152,10 +152,7 @@ class CompactLinear(torch.autograd.Function):
 
 
 def _has_block_products(layout: Any, x: Tensor) -> bool:
-    if layout is None or layout.blocks is None or not block_products.can_run(layout.blocks, x):
-        return False
-    # they have no derivatives of their own, which are wanted where a backward pass makes a graph
-    return torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    return layout is not None and layout.blocks is not None and block_products.can_run(layout.blocks, x)
 
 
 def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
@@ -220,7 +217,7 @@ class CompactConvolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_derivative(gradients[0])
+        check_first_derivative()
         x, values = ctx.saved_tensors
         (x_dtype, bias_dtype), needs = ctx.dtypes, list(ctx.needs_input_grad[:3])
         dense = _dense(values, ctx.layout, x.dtype)

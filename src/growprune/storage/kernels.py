@@ -11,9 +11,10 @@ A sparse tensor of n elements, read flat and row-major, is three tensors:
 With `group=g` a bit stands for g consecutive elements, which are live or dead together: 1x8 blocks cost an eighth of a
 bit per weight. Offsets then count live groups. A block is always 1024 bits, so `offsets` cost 1/16 of a bit per bit.
 
-`expand` and `compress` are PyTorch operators, so torch.compile does not break its graph at them. The gradient of each
-is the other. On CUDA they run in Triton, without synchronization. Elsewhere, and on CUDA without Triton, they run in
-torch operations over a few hundred thousand weights at a time, so that temporaries are smaller than the dense tensor.
+`expand` and `compress` are PyTorch operators, so torch.compile does not break its graph at them. They have no
+derivatives of their own; the layers that use them have. On CUDA they run in Triton, without synchronization. Elsewhere,
+and on CUDA without Triton, they run in torch operations over a few hundred thousand weights at a time, so that
+temporaries are smaller than the dense tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -153,28 +153,6 @@ _register(
 )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save what the backward pass of either operation needs."""
-    del output
-    operand, bits, offsets, _, _, ctx.group = inputs
-    ctx.numel, ctx.dtype = operand.numel(), operand.dtype
-    ctx.save_for_backward(bits, offsets)
-
-
-def _expand_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    bits, offsets = ctx.saved_tensors
-    return compress(gradient, bits, offsets, ctx.numel, ctx.dtype, ctx.group), None, None, None, None, None
-
-
-def _compress_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    bits, offsets = ctx.saved_tensors
-    return expand(gradient, bits, offsets, ctx.numel, ctx.dtype, ctx.group), None, None, None, None, None
-
-
-torch.library.register_autograd("growprune::expand", _expand_backward, setup_context=_keep, lib=_library)
-torch.library.register_autograd("growprune::compress", _compress_backward, setup_context=_keep, lib=_library)
-
-
 def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int = 1) -> Tensor:
     """Return the n elements as a dense tensor in the given dtype: `values` where live, exact zeros elsewhere.
 
@@ -205,12 +183,9 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
 
 
 def _is_direct(operand: Tensor) -> bool:
-    """True if nothing listens to the dispatcher: no mode, no transform, and no autograd that needs a derivative."""
-    if operand.is_cuda:
-        return is_plain()  # layers have no second derivatives there
-    is_usual = operand.is_cpu and type(operand) in (Tensor, torch.nn.Parameter)
-    is_derived = torch.is_grad_enabled() and operand.requires_grad
-    return is_usual and not is_derived and is_plain() and not torch._C._are_functorch_transforms_active()
+    """True if nothing listens to the dispatcher: no mode and no transform."""
+    is_usual = operand.is_cuda or (operand.is_cpu and type(operand) in (Tensor, torch.nn.Parameter))
+    return is_usual and is_plain() and (operand.is_cuda or not torch._C._are_functorch_transforms_active())
 
 
 def is_plain() -> bool:
