@@ -102,6 +102,35 @@ class RunningRule:
         raise NotImplementedError
 
 
+class AsideRule(RunningRule):
+    """A rule that keeps dense weights w aside, and lets the model compute with weights that are made from them.
+
+    The optimizer steps on the dense weights: before a step they are written into the parameters, in place, so that
+    compiled or captured code stays valid; after it they are taken out again.
+    """
+
+    def __init__(self, own: SparseModel, part: Part, why: str) -> None:
+        super().__init__(own, part, why)
+        self.w: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        self.w = {name: self.parameter(name).detach().clone() for name in self.names}
+
+    @torch.no_grad()
+    def put_in(self, names: Iterable[str]) -> None:
+        """Write the dense weights into the parameters before a step."""
+        for name in names:
+            self.parameter(name).copy_(self.w[name])
+
+    def take_out(self, names: Iterable[str]) -> None:
+        """Take the dense weights out after a step. The model's weights are then computed from them."""
+        for name in names:
+            self.w[name].copy_(self.parameter(name).detach())
+
+    def load_aside(self, w: Mapping[str, Tensor]) -> None:
+        self.w = {name: tensor.clone() for name, tensor in self.here(w).items()}
+
+
 class Iterations:
     """Count iterations by the parameters that are stepped. Several optimizers may step one after the other."""
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from growprune.methods.dpf import Dpf
 from growprune.plan import prune
 from growprune.sparse.model import SparseModel
-from growprune.sparse.rules.aside import AsideRule
-from growprune.sparse.rules.base import Iterations
+from growprune.sparse.rules.base import AsideRule, Iterations
 from growprune.storage.masked import zero_off
 
 

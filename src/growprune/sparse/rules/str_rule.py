@@ -11,7 +11,7 @@ from torch import Tensor
 from growprune.masks.patterns import in_one_go
 from growprune.methods.str_ import Str
 from growprune.sparse.model import SparseModel
-from growprune.sparse.rules.aside import AsideRule
+from growprune.sparse.rules.base import AsideRule
 
 
 class StrRule(AsideRule):
