@@ -25,9 +25,6 @@ MAX_EXPANSION = 1000
 It limits gap-encoded tensors, because a few gaps can span many weights, and files that are read without their model.
 """
 
-CHUNK = 1 << 22
-"""Bits per chunk: a multiple of 8, so that chunks are slices of bytes."""
-
 
 def encode_mask(
     mask: Tensor, weights: Sequence[Weight], pattern: Pattern, itemsize: int, name: str, *, value_bytes: int
@@ -105,24 +102,11 @@ def to_gaps(bits: Tensor, num_live: int, *, least_bytes: int = 0) -> Tensor | No
     """
     if not 0 < num_live <= bits.numel() // 2:
         return None
-    distances = np.diff(_positions(bits, num_live), prepend=-1)
+    live = np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))  # bools are searched faster
+    distances = np.diff(live, prepend=-1)
     sizes = {dtype: _num_gaps(distances, dtype) * dtype.itemsize for dtype in GAP_DTYPES}
     dtype = min(sizes, key=sizes.__getitem__)
     return _write_gaps(distances, dtype) if least_bytes <= sizes[dtype] <= bits.numel() // 2 else None
-
-
-def _positions(bits: Tensor, num_live: int) -> np.ndarray:
-    found = np.empty(num_live, np.int64)
-    taken = 0
-    for start in range(0, bits.numel(), CHUNK // 8):
-        live = _set_bits(bits[start : start + CHUNK // 8])
-        found[taken : taken + live.size] = live + 8 * start
-        taken += live.size
-    return found
-
-
-def _set_bits(bits: Tensor) -> np.ndarray:
-    return np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))  # bools are searched faster
 
 
 def _longest(dtype: torch.dtype) -> int:
@@ -143,25 +127,14 @@ def _write_gaps(distances: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 def from_gaps(gaps: Tensor, count: int) -> Tensor:
     """Return the `count` bits that the gaps encode. Raise if the gaps go beyond them."""
-    bits = np.zeros(-(-count // 8), np.uint8)
-    longest, end = _longest(gaps.dtype), 0
-    for start in range(0, gaps.numel(), CHUNK // 32):
-        some = gaps[start : start + CHUNK // 32].numpy()
-        lives = some != longest
-        ends = end + (some + lives.astype(np.int64)).cumsum()  # the bit after each gap and its live bit
-        end = int(ends[-1])
-        if end > count:
-            raise GrowpruneError(f"gaps that reach bit {end} of {count}")
-        _set(bits, ends[lives] - 1)
-    return torch.from_numpy(bits)
-
-
-def _set(bits: np.ndarray, positions: np.ndarray) -> None:
-    if positions.size:
-        first, last = positions[0] // 8, positions[-1] // 8
-        bools = np.zeros(8 * (last - first + 1), np.bool_)
-        bools[positions - 8 * first] = True
-        bits[first : last + 1] |= np.packbits(bools, bitorder="little")
+    sizes = gaps.numpy()
+    lives = sizes != _longest(gaps.dtype)
+    ends = (sizes + lives.astype(np.int64)).cumsum()  # the bit after each gap and its live bit
+    if ends.size and ends[-1] > count:
+        raise GrowpruneError(f"gaps that reach bit {ends[-1]} of {count}")
+    bools = np.zeros(count, np.bool_)
+    bools[ends[lives] - 1] = True
+    return torch.from_numpy(np.packbits(bools, bitorder="little"))
 
 
 def row_major(bits: Tensor, shape: tuple[int, ...], weights: Sequence[Weight], pattern: Pattern) -> Tensor:

@@ -78,22 +78,22 @@ Source: TypeAlias = Rows | Patches
 Factors: TypeAlias = Iterator[tuple[Tensor, Source]]
 """What may be a weight, and the input if it is one."""
 
+Operands: TypeAlias = Iterator[tuple[Tensor, Callable[[], Factors]]]
+"""Operands that may hold weights, each with a function that walks its weights and their inputs."""
 
-# Operations: for each operand that may hold weights, that operand, and how to walk its weights and their inputs
 
-
-def _product(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Iterator[tuple[Tensor, Callable[[], Factors]]]:
+def _product(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Operands:
     yield b, lambda: iter([(b, Rows(a))])
     yield a, lambda: iter([(a, Rows(b.mT))])
 
 
-def _products(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Iterator[tuple[Tensor, Callable[[], Factors]]]:
+def _products(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Operands:
     """Several products of matrices at once: each weight its own, or one that is repeated."""
     yield b, lambda: ((b[i], Rows(a[i])) for i in range(len(a)))
     yield a, lambda: ((a[i], Rows(b[i].mT)) for i in range(len(a)))
 
 
-def _vector_product(a: Tensor, x: Tensor, *rest: Any, **options: Any) -> Iterator[tuple[Tensor, Callable[[], Factors]]]:
+def _vector_product(a: Tensor, x: Tensor, *rest: Any, **options: Any) -> Operands:
     yield a, lambda: iter([(a, Rows(x.unsqueeze(0)))])
 
 
@@ -102,13 +102,11 @@ def _added(read: Callable[..., Any]) -> Callable[..., Any]:
     return lambda added, *args, **options: read(*args, **options)
 
 
-def _linear(x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Iterator[tuple[Tensor, Callable[[], Factors]]]:
+def _linear(x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Operands:
     yield weight, lambda: iter([(weight, Rows(x.reshape(-1, x.shape[-1])))])
 
 
-def _grouped(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **options: Any
-) -> Iterator[tuple[Tensor, Callable[[], Factors]]]:
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **options: Any) -> Operands:
     """The experts of a mixture at once: rows that are sorted by expert, and where those of each end."""
     if a.dim() == 3 and b.dim() == 3:
         yield from _products(a, b)
@@ -126,12 +124,12 @@ def _convolution(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
-) -> Iterator[tuple[Tensor, Callable[[], Factors]]]:
+) -> Operands:
     if not transposed:  # a transposed convolution counts as not reached
         yield weight, lambda: iter([(weight, Patches(x, tuple(weight.shape[2:]), stride, padding, dilation, groups))])
 
 
-PRODUCTS: dict[str, Callable[..., Iterator[tuple[Tensor, Callable[[], Factors]]]]] = {
+PRODUCTS: dict[str, Callable[..., Operands]] = {
     "aten::mm": _product,
     "aten::addmm": _added(_product),
     "aten::_addmm_activation": _added(_product),
