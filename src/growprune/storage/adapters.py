@@ -23,13 +23,13 @@ from growprune.storage.compact_modules import layouts_of
 from growprune.storage.parameter import SparseParameter
 
 SPARSE_PARAMETERS = "_growprune_sparse_parameters"
-"""The attribute of a module that holds its stored sparse parameters (`Held`)."""
+"""The attribute of a module that holds its stored sparse parameters (`LayerMasks`)."""
 
 WRITING = ("merge", "unmerge", "update_layer")
 """The methods of an adapter that may write into its layer; the last one on creation, as in PiSSA."""
 
 
-class Held:
+class LayerMasks:
     """What a layer holds the storage of its parameters by, so that masks live as long as the layer.
 
     A deepcopy of the layer has a copy of it, so that the copied model keeps its zeros in training.
@@ -38,8 +38,8 @@ class Held:
     def __init__(self, stored: dict[str, SparseParameter]) -> None:
         self.stored = stored
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
-        return Held(copy.deepcopy(self.stored, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerMasks:
+        return LayerMasks(copy.deepcopy(self.stored, memo))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a model that is pickled leaves its SparseModel behind, and needs no growprune
@@ -47,8 +47,8 @@ class Held:
 
 def stored_in(module: nn.Module) -> dict[str, SparseParameter]:
     """Return how a module's own sparse parameters are stored, by local name."""
-    held = vars(module).get(SPARSE_PARAMETERS)
-    return {} if held is None else held.stored
+    masks = vars(module).get(SPARSE_PARAMETERS)
+    return {} if masks is None else masks.stored
 
 
 def check_adapters(model: nn.Module, names: Iterable[str]) -> None:
@@ -73,8 +73,8 @@ def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter
     for module in model.modules():  # if it is a copy of another sparse model: the masks from there count no more
         vars(module).pop(SPARSE_PARAMETERS, None)
     for name, sparse_parameter in sparse_parameters.items():
-        held = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, Held({}))
-        held.stored[name.rpartition(".")[2]] = sparse_parameter
+        masks = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, LayerMasks({}))
+        masks.stored[name.rpartition(".")[2]] = sparse_parameter
     for module in filter(is_adapter, model.modules()):
         _guard(module, _innermost(module))
     _watch_for_adapters()
@@ -82,8 +82,8 @@ def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter
 
 def leaving_masks(model: nn.Module) -> dict[int, Any]:
     """Return a memo for `copy.deepcopy` that copies a model without its masks."""
-    held = (vars(module).get(SPARSE_PARAMETERS) for module in model.modules())
-    return {id(one): Held({}) for one in held if one is not None}
+    masks = (vars(module).get(SPARSE_PARAMETERS) for module in model.modules())
+    return {id(one): LayerMasks({}) for one in masks if one is not None}
 
 
 def forget_masks(model: nn.Module) -> None:
