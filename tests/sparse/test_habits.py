@@ -758,3 +758,24 @@ def test_a_refused_state_leaves_the_rates() -> None:
         train(model, optimizer, 10)
         states.append(state_of(model))
     assert is_same(*states)
+
+
+def test_a_new_optimizer_is_said_not_to_advance_the_plan_even_if_the_old_one_is_gone() -> None:
+    model, optimizer, sparsifier = begun(adam, iterations=40)
+    train(model, optimizer, 2)
+    plan = sparsifier.cursor
+    del optimizer, sparsifier
+    gc.collect()
+    with pytest.warns(UserWarning, match=r"iteration 2 of 40"):
+        train(model, adam(model), 1)
+    assert plan.iteration == 2
+
+
+def test_an_optimizer_that_is_refused_leaves_a_pretrained_model_alone() -> None:
+    model = net()
+    before = state_of(model)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    calibration = [next(model.parameters()).new_ones(2, 16)]
+    with pytest.raises(gp.GrowpruneError, match="LBFGS"):
+        gp.sparsify(model, optimizer, sparsity=0.8, iterations=20, initial_mask="wanda", calibration=calibration)
+    assert is_same(before, state_of(model))

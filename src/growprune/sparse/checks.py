@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -153,6 +154,12 @@ def check_parameter(name: str, parameter: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
+    """Raise unless this is a torch optimizer that can train sparse weights."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise GrowpruneError(
+            "LBFGS cannot train a sparse model, because its state does not have the shape of the weights: use SGD or "
+            "Adam"
+        )
     if type(optimizer).__module__.split(".")[0] == "deepspeed":
         raise GrowpruneError(f"DeepSpeed's {type(optimizer).__name__} cannot train a sparse model: {INSTEAD}")
     if not hasattr(optimizer, "register_step_pre_hook"):

@@ -154,6 +154,11 @@ class Cursor:
         """The optimizer whose steps advance the plan: the one attached last."""
         return None if self._clock is None else self._clock()
 
+    @property
+    def is_clocked(self) -> bool:
+        """True if an optimizer advances the plan, or did so while it existed."""
+        return self._clock is not None
+
     def step(self) -> None:
         """Advance by a step that the clock has made."""
         if self.is_over:

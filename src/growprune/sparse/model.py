@@ -321,11 +321,6 @@ class SparseModel:
             raise GrowpruneError(
                 "the optimizer holds compact weights from before an edit: create it after the edit, or attach it before"
             )
-        if isinstance(inner, torch.optim.LBFGS):
-            raise GrowpruneError(
-                "LBFGS cannot train a sparse model, because its state does not have the shape of the weights: use SGD "
-                "or Adam"
-            )
         if isinstance(inner, torch.optim.Muon) and self.storage == "compact" and self.trained_by(inner):
             raise GrowpruneError(
                 "Muon cannot train weights in compact storage, which are not 2-D: use storage='masked'"
@@ -556,7 +551,7 @@ class SparseModel:
         if stepper_of(optimizer) in self.steppers:
             return
         self.attach(optimizer)
-        if self.cursor is not None and not self.cursor.is_over and self.cursor.clock is not None:
+        if self.cursor is not None and not self.cursor.is_over and self.cursor.is_clocked:
             warn(
                 f"a {type(optimizer).__name__} that growprune was not given trains the model. It keeps pruned weights "
                 f"at zero, but its steps do not advance the plan (iteration {self.cursor.iteration} of "
