@@ -169,7 +169,7 @@ def test_a_checkpoint_without_our_state_is_named(tmp_path: Path) -> None:
         ({"storage": "compact"}, {}, "storage='masked', but this training has storage='compact': resume with"),
         ({"method": "set"}, {}, "method='rigl', but this Sparsifier has method='set': resume with"),
         ({"every": 3}, {}, "belongs to another plan of rigl"),
-        ({"keep_dense": []}, {}, "belongs to another plan of rigl"),
+        ({"keep_dense": []}, {}, "use the same keep_dense"),
         ({}, {"max_steps": 9}, r"has 8 optimizer steps, but the Trainer makes 9: set .*max_steps=8"),
     ],
 )

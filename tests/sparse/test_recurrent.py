@@ -124,7 +124,7 @@ def test_a_pruned_recurrent_layer_computes_with_its_zeros(kind: str) -> None:
     plain = Tagger(kind)
     plain.load_state_dict({name: tensor.clone() for name, tensor in sparse.model.state_dict().items()})
     assert torch.equal(sparse.model(x), plain(x))
-    sparse.model.load_state_dict(plain.state_dict(), assign=True)
+    sparse.model.load_state_dict(plain.state_dict())
     assert is_in_step(sparse.model)
 
 

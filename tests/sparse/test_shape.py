@@ -52,6 +52,6 @@ def test_a_step_with_an_edit_is_direct(storage: str, most_changes: int) -> None:
             sys.setprofile(before)
     files = [file for file, _ in trace.calls]
     assert not [file for file in files if file.startswith("sharding/")]
-    assert len(set(files)) <= 17
+    assert len(set(files)) <= 18
     assert sum(a != b for a, b in itertools.pairwise(files)) <= most_changes
     assert sum(name == "num_alive" for _, name in trace.calls) <= 2, "each of the two edits counts once"
