@@ -125,7 +125,8 @@ def test_weights_whose_masks_are_lost_are_adopted_with_their_zeros(storage: str)
     assert sparsifier.sparsity == pytest.approx(0.8, abs=1e-3)
     masks = sparsifier.sparse.masks
     del sparsifier, optimizer
-    train(model, torch.optim.AdamW(model.parameters(), 0.01), 5)
+    with pytest.warns(UserWarning, match="iteration 3 of 20"):
+        train(model, torch.optim.AdamW(model.parameters(), 0.01), 5)
     assert num_dead(model, masks) == 0
     assert not is_same(state_of(model), best)
 

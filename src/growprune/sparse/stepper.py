@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -115,11 +115,13 @@ class Stepper:
             model.mask_weights(trained, (optimizer,), only_state=True)
         self._follow_dtype(optimizer)
 
+        shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
         def with_gradients() -> None:
             self._scale_groups(optimizer)
             for model, trained in self._now:
                 for stored in trained.values() if model.storage == "masked" else ():
-                    stored.mask_gradient()
+                    stored.mask_gradient(again=shared)  # versions do not show what processes did to gradients
             for model, trained in self._now:
                 if model.rule is not None and not is_skipped(optimizer):
                     _unscale(optimizer)

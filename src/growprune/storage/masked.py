@@ -38,6 +38,8 @@ class Masked(SparseParameter):
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         super().__init__(model, name, pattern)
         self._row_major = tuple(range(len(self.shape)))
+        self._num_masks = 0
+        """How many masks there have been."""
         self._hooked: weakref.ref[nn.Parameter] | None = None
         self._handle: Any = None
         self.record: Callable[[Tensor], None] | None = None
@@ -99,6 +101,7 @@ class Masked(SparseParameter):
 
     def _hold(self, mask: Tensor, *, is_full: bool | None = None) -> None:
         """Store a mask, in place if there was one, so that compiled or captured code stays valid."""
+        self._num_masks += 1
         if mask.device != self._device:
             self._device, self._takes_bits = mask.device, kernels.can_zero_off(mask.device)
         # asked when it matters: an answer waits for the device
@@ -192,12 +195,15 @@ class Masked(SparseParameter):
     def is_first_gradient(self) -> bool:
         return getattr(self.parameter.grad, MASKED, None) is None  # what has been added to was masked before
 
-    def mask_gradient(self) -> None:
-        """Mask the present gradient, which anyone may have written to since it was masked."""
+    def mask_gradient(self, *, again: bool = False) -> None:
+        """Mask the present gradient, unless nobody has written to it since it was masked.
+
+        A write through `.data` goes unseen; then the stepper masks the weight after the step all the same.
+        """
         gradient = self.parameter.grad
-        if gradient is not None:
+        if gradient is not None and (again or getattr(gradient, MASKED, None) != (gradient._version, self._num_masks)):
             self.zero_off(gradient)
-            setattr(gradient, MASKED, True)
+            setattr(gradient, MASKED, (gradient._version, self._num_masks))
 
     def hook_gradients(self) -> None:
         self._hook(self.parameter)
@@ -212,8 +218,7 @@ class Masked(SparseParameter):
                 if sparse_parameter is not None and gradient is not None:
                     if sparse_parameter.record is not None:
                         sparse_parameter.record(gradient)
-                    sparse_parameter.zero_off(gradient)
-                    setattr(gradient, MASKED, True)
+                    sparse_parameter.mask_gradient(again=True)
 
             with hookable(parameter):
                 self._handle = parameter.register_post_accumulate_grad_hook(uncompiled(arrived))  # type: ignore[no-untyped-call]

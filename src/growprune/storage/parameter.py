@@ -112,8 +112,8 @@ class SparseParameter(Protocol):
         """Mask gradients from the next backward pass on."""
         return
 
-    def mask_gradient(self) -> None:
-        """Mask the present gradient."""
+    def mask_gradient(self, *, again: bool = False) -> None:
+        """Mask the present gradient; if it is known to be masked, only if `again` is set."""
         return
 
 
