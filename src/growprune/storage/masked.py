@@ -1,7 +1,8 @@
 """Masked storage: the dense parameter stays where it is, beside its mask.
 
 The model is not rewritten: its forward pass, its `state_dict`, deepcopy and torch.compile see a plain parameter that
-happens to hold zeros. The mask takes a bit a weight on a GPU with Triton, and a byte elsewhere.
+happens to hold zeros. The mask takes a bit a weight on a GPU with Triton. Elsewhere it is as large as the weight: an
+integer of the same size, all ones or all zeros, so that masking is one `bitwise_and_`, the fastest torch has on a CPU.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Masked(SparseParameter):
         self._takes_bits = False
         self._is_full: Tensor | bool = True
         self._bits: dict[tuple[int, ...], Tensor] = {}
-        self._mask = torch.ones(self.shape, dtype=torch.bool, device=self.parameter.device)
-        self._hold(self._mask, is_full=True)
+        self._mask = torch.empty(0)
+        self._hold(torch.ones(self.shape, dtype=torch.bool, device=self.parameter.device), is_full=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "record": None, "_hooked": None, "_handle": None}  # a copy records nothing
@@ -86,14 +87,14 @@ class Masked(SparseParameter):
     def mask(self) -> Tensor:
         self._follow()
         if not self._bits:
-            return self._mask
+            return self._mask.bool()
         return kernels.unpack(self._bits[self._row_major], self.shape.numel()).view(self.shape)
 
     def _follow(self) -> None:
         """Move the mask to the device of the parameter, if the model was moved."""
         device = self.parameter.device
         if self._device != device:
-            mask = self._mask
+            mask = self._mask.bool()
             if self._bits:
                 mask = kernels.unpack(self._bits.pop(self._row_major), self.shape.numel()).view(self.shape)
             self._bits = {}
@@ -111,10 +112,10 @@ class Masked(SparseParameter):
                 bits = kernels.pack(mask.permute(order).reshape(-1))
                 self._bits[order] = self._bits[order].copy_(bits) if order in self._bits else bits
             self._mask = self._mask.new_empty(0)
-        elif self._mask.shape == mask.shape and self._mask.device == mask.device:
-            self._mask.copy_(mask)
         else:
-            self._mask = mask.clone()
+            if self._mask.shape != mask.shape or self._mask.device != mask.device:
+                self._mask = torch.empty_like(mask, dtype=INTEGERS[self.parameter.element_size()])
+            self._mask.copy_(mask).neg_()  # -1 has all bits set
 
     def weight(self) -> Tensor:
         return self.parameter.detach()
@@ -125,7 +126,7 @@ class Masked(SparseParameter):
         self._zero_off(self.parameter)
 
     def preview(self, mask: Tensor) -> Callable[[], None]:
-        before = self.mask().clone()
+        before = self.mask()
         gone = before & ~mask
         values = self.weight()[gone]
         self.set_mask(mask)
@@ -143,9 +144,10 @@ class Masked(SparseParameter):
         is_full, weight = live.numel() == self.shape.numel(), self.weight()
         can_fill = all(tensor.device.type == "cpu" for tensor in (weight, live, packed)) and weight.dtype == live.dtype
         if can_fill and weight.is_contiguous() and not is_full:
-            kernels.scatter_live(weight.view(-1), self._mask.view(-1), live, packed)
+            mask = torch.empty(self.shape, dtype=torch.bool)
+            kernels.scatter_live(weight.view(-1), mask.view(-1), live, packed)
             torch.autograd.graph.increment_version(weight)
-            self._hold(self._mask, is_full=False)
+            self._hold(mask, is_full=False)
         else:
             self._hold(unpack(packed, self.shape, self._device), is_full=is_full)
             weight.copy_(live.view(self.shape) if is_full else self.from_live(live))
@@ -256,22 +258,19 @@ def _ask_at_once(sparse_parameters: Sequence[Masked]) -> None:
             sparse_parameter._is_full = is_full
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(INTEGERS[tensor.element_size()])
-
-
 @torch.no_grad()
 def zero_off(mask: Tensor, tensor: Tensor) -> None:
-    """Set a tensor to exactly zero where a mask is False, in place.
+    """Set a tensor to exactly zero where a mask is False, or an integer mask is 0 instead of -1; in place.
 
-    This is a bitwise product: a product of floats would leave NaN and negative zeros, and torch.where is slow on a CPU.
-    The CPU processes a few rows at a time, because the mask is widened first; a GPU widens as it reads.
+    This works on bits: a product of floats would leave NaN and negative zeros, and torch.where is slow on a CPU.
+    A mask of another type is widened a few rows at a time.
     """
-    bits = _as_integers(tensor)
-    if tensor.is_cuda:
-        bits.mul_(mask)
+    bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+    if mask.dtype == bits.dtype:
+        bits.bitwise_and_(mask)
         return
     rows = max(1, CPU_CHUNK * len(bits) // max(1, bits.numel()))
     pairs = zip(bits.split(rows), mask.split(rows), strict=True)  # type: ignore[no-untyped-call]
     for some_bits, some_mask in pairs:
-        some_bits.mul_(some_mask)
+        wide = some_mask.to(bits.dtype)
+        some_bits.bitwise_and_(wide.neg_() if mask.dtype == torch.bool else wide)
