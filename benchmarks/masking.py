@@ -61,6 +61,7 @@ MODELS: dict[str, Callable[[str, bool], tuple[nn.Module, Tensor]]] = {"cnn": cnn
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+    "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
 }
 
 
@@ -115,13 +116,13 @@ def main() -> None:
     args = parser.parse_args()
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"sparsity {args.sparsity}, {where}, median of {args.steps} steps")
-    print(f"{'':22}{'weights':>9}{'dense':>12}{'masked':>12}{'masked/dense':>14}")
+    print(f"{'':25}{'weights':>9}{'dense':>12}{'masked':>12}{'masked/dense':>14}")
     results = {}
     for model in MODELS:
         for optimizer in OPTIMIZERS:
             result = results[f"{model}, {optimizer}"] = compare(model, optimizer, args)
             times = f"{1000 * result['dense']:>9.2f} ms{1000 * result['masked']:>9.2f} ms{result['ratio']:>14.3f}"
-            print(f"{model + ', ' + optimizer:22}{result['weights'] / 1e6:>7.1f} M{times}")
+            print(f"{model + ', ' + optimizer:25}{result['weights'] / 1e6:>7.1f} M{times}")
     if args.json:
         args.json.write_text(json.dumps({"torch": torch.__version__, "device": where, "results": results}, indent=1))
 
