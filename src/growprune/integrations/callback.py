@@ -45,6 +45,7 @@ class SparseCallback:
         calibration: Iterable[Any] | None = None,
         lr_scaling: float | Literal["auto"] = "auto",
         seed: int = 0,
+        cost_power: float = 0.0,
         example: Any = None,
         log_layers: bool = False,
         **options: Any,

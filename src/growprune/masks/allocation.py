@@ -14,7 +14,9 @@ from fractions import Fraction
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
+from growprune.plan.settings import as_float, is_number
 
+MOST_POWER = 2.0
 FLOOR = Fraction(3, 100)
 """Under "global", a layer keeps at least this share of the weights that "uniform" gives it. One ranking would empty
 layers with small weights otherwise, such as those with a lower learning rate."""
@@ -85,6 +87,18 @@ def parse_allocation(name: str) -> Allocation:
     if name not in ALLOCATIONS:
         raise GrowpruneError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {name!r}")
     return ALLOCATIONS[name]
+
+
+def parse_cost_power(power: float, allocation: str) -> float:
+    """Check a cost power, which only means something if one ranking divides the sparsity among layers."""
+    if not is_number(power) or abs(power) > MOST_POWER:
+        raise GrowpruneError(f"cost_power must be a number in [-{MOST_POWER:g}, {MOST_POWER:g}], got {power!r}")
+    if power and parse_allocation(allocation) not in RANKINGS:
+        raise GrowpruneError(
+            f"cost_power={power:g} scales the ranking of all layers, but allocation={allocation!r} has none: use "
+            f"allocation='global'"
+        )
+    return as_float(power)
 
 
 def erk_counts(

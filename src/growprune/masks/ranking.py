@@ -109,6 +109,7 @@ def edit_keys(
     read: Callable[[Weight], tuple[Tensor, Tensor]],
     salt: int,
     dtype: torch.dtype,
+    factor: float = 1.0,
 ) -> KeyChunks:
     """Return the keys of a weight's groups for an edit; 0 for groups that it may not choose.
 
@@ -116,6 +117,7 @@ def edit_keys(
         read: returns a weight's values and mask; called once per pass.
         salt: the seed of this edit's random numbers.
         dtype: the widest float among the weights ranked together, whose keys must be comparable.
+        factor: multiplies scores that are not random.
     """
     wide = dtype == torch.float64
     always = (1 << key_bits_of(edit, dtype)) - 1  # above the key of every finite float: live weights stay
@@ -129,10 +131,13 @@ def edit_keys(
             if edit.by is By.RANDOM:
                 keys = random_keys(start, alive.numel(), salt, alive.device)
             elif _is_signed(edit):
-                matrix = pattern.fold(rows)  # a pattern adds up magnitudes, so those of both signs apart
+                matrix = pattern.fold(
+                    rows.double() * factor
+                )  # a pattern adds up magnitudes, so those of both signs apart
                 keys = signed_keys(pattern.score(matrix.clamp(min=0)) - pattern.score((-matrix).clamp(min=0)))
             else:
                 scores = pattern.score(pattern.fold(rows))
+                scores = scores if factor == 1 else scores.to(dtype) * factor
                 keys = magnitude_keys(scores.double() if wide else scores)
             start += alive.numel()
             keys = keys.mul_(alive) if edit.action is Action.PRUNE else torch.where(alive, always, keys)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from growprune.errors import GrowpruneError
+from growprune.errors import MAX_VALUE, GrowpruneError, shorten
 from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, is_norm, matching
 from growprune.plan import Part, Plan, declaration_of
 from growprune.plan.settings import as_float, check_state
@@ -125,7 +125,10 @@ def check_settings(saved: Mapping[str, object], mine: Mapping[str, object]) -> N
     """
     check_state(saved, *mine)
     if differing := [name for name, value in mine.items() if saved[name] != value]:
-        its, own = (", ".join(f"{name}={given[name]!r}" for name in differing) for given in (saved, mine))
+        its, own = (
+            ", ".join(f"{name}={shorten(repr(given[name]), MAX_VALUE)}" for name in differing)
+            for given in (saved, mine)
+        )
         raise GrowpruneError(
             f"the state was saved with {its}, but this SparseModel has {own}: use the same settings, or load only "
             f"weights and masks, with growprune.save and growprune.load"

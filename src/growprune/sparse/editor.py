@@ -46,11 +46,14 @@ class Editor:
         allocation: str,
         seed: int,
         rescale: bool = False,
+        cost_factors: Mapping[str, float],
     ) -> None:
         self.weights, self._stored, self._gradients, self._sparse = tuple(weights), stored, gradients, sparse
         self._pattern, self._allocate, self._seed = pattern, parse_allocation(allocation), seed
         self.rescales = rescale
         """True if a random mask, which only untrained weights get, keeps activations as large as they were."""
+        self.cost_factors = cost_factors
+        """By weight name, what scales its scores in a prune by one ranking of several layers; empty for 1 each."""
         self.num_edits = 0
         """The number of edits so far, so that each random edit draws different numbers."""
         self.lost: dict[str, int] = {}
@@ -318,9 +321,11 @@ class Editor:
         is_wide = torch.float64 in [parameter.dtype for parameter in parameters]
         dtype = torch.float64 if is_wide else torch.float32
         salts = [salt_of(self._seed, self.num_edits, weight.name) for weight in pool.weights]
+        is_by_cost = edit.action is Action.PRUNE and len(pool.weights) > 1
+        factors = [self.cost_factors.get(weight.name, 1.0) if is_by_cost else 1.0 for weight in pool.weights]
         sources = [
-            edit_keys(edit, weight, self._pattern, read=read, salt=salt, dtype=dtype)
-            for weight, salt in zip(pool.weights, salts, strict=True)
+            edit_keys(edit, weight, self._pattern, read=read, salt=salt, dtype=dtype, factor=factor)
+            for weight, salt, factor in zip(pool.weights, salts, factors, strict=True)
         ]
         least = pool.least if edit.action is Action.PRUNE else ()
         walks = choose(sources, pool.kept, bits=key_bits_of(edit, dtype), device=parameters[0].device, least=least)

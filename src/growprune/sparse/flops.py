@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from growprune.errors import GrowpruneError
@@ -80,6 +81,32 @@ def count_flops(model: nn.Module, example: Any) -> Flops:
     by_weight = {weight.name: charges.of(weight) for weight in weights}
     by_layer = {path: sum(by_weight[weight.name] for weight in group) for path, group in layers.items()}
     return Flops(counter.get_total_flops(), by_layer, by_weight)
+
+
+def cost_factors(model: nn.Module, example: Any, weights: Sequence[Weight], power: float) -> dict[str, float]:
+    """Return by how much the scores of each weight count in a ranking of all layers: (cost of an element) ** -power.
+
+    The cost is the number of FLOPs per element of the dense weight, relative to that of the cheapest layer.
+
+    >>> model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(32, 4))
+    >>> cost_factors(model, torch.zeros(1, 1, 4, 4), [w for ws in layer_weights(model).values() for w in ws], 0.5)
+    {'0.weight': 0.25, '2.weight': 1.0}
+    """
+    if example is None:
+        raise GrowpruneError(
+            f"cost_power={power:g} needs example=, an input of the model, to count the operations of each layer"
+        )
+    device = next(model.parameters()).device
+    example = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+    flops = count_flops(model, example).by_weight
+    if uncounted := [weight.name for weight in weights if not flops.get(weight.name)]:
+        raise GrowpruneError(
+            f"cost_power={power:g} needs the operations of every layer, but the example leads to none of "
+            f"{uncounted[0]}: pass an input that uses it, or add it to keep_dense"
+        )
+    costs = {weight.name: Fraction(flops[weight.name], weight.numel) for weight in weights}
+    cheapest = min(costs.values(), default=Fraction(1))
+    return {name: float(cost / cheapest) ** -power for name, cost in costs.items()}
 
 
 def _trilinear(x1: Sequence[int], weight: Sequence[int], *rest: Any, **options: Any) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError, warn
+from growprune.masks.allocation import parse_cost_power
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
@@ -38,6 +39,7 @@ from growprune.sparse.checks import (
 )
 from growprune.sparse.copies import mask_copy
 from growprune.sparse.editor import Editor
+from growprune.sparse.flops import cost_factors
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.learning_rates import Exponent, check_rates, parse_lr_scaling
 from growprune.sparse.optimizer_state import follows, live_state, load_live_state, reshaped
@@ -90,6 +92,10 @@ class SparseModel:
         lr_scaling: scale learning rates with density. While an attached optimizer steps, a layer of density d trains at
             lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates unchanged, 1 divides by the density; "auto" is 1 for
             Adam-like optimizers and 0 for others.
+        cost_power: with allocation="global", magnitudes of a layer are ranked times (operations per weight) **
+            -cost_power. 0 ranks magnitudes as they are; more than 0 keeps fewer weights in layers where each costs
+            much, such as the first convolutions; less than 0 keeps more of them.
+        example: an input of the model, from which `cost_power` counts operations.
         rescale: multiply the weights that a random mask keeps by 1 / sqrt(density of their layer), so that activations
             stay as large. Random masks are for untrained models.
         weights: what `keep_dense` and `include` leave to prune, if it is known.
@@ -116,6 +122,8 @@ class SparseModel:
         seed: int = 0,
         storage: str = "masked",
         lr_scaling: float | Literal["auto"] = 0.0,
+        cost_power: float = 0.0,
+        example: Any = None,
         rescale: bool = False,
         weights: Sequence[Weight] | None = None,
     ) -> None:
@@ -135,6 +143,8 @@ class SparseModel:
         """The weights that may be pruned."""
         for weight in self.weights:
             self.pattern.check(weight, self.target_sparsity)
+        self.cost_power = parse_cost_power(cost_power, self.allocation)
+        factors = cost_factors(model, example, self.weights, self.cost_power) if self.cost_power else {}
         parameters = dict.fromkeys(weight.parameter for weight in self.weights)
         before = {id(other): other for name in parameters if (other := _owner(model.get_parameter(name))) is not None}
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
@@ -154,6 +164,7 @@ class SparseModel:
             allocation=self.allocation,
             seed=self.seed,
             rescale=rescale,
+            cost_factors=factors,
         )
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
         """Those of the optimizers that train the model."""
@@ -833,7 +844,8 @@ class SparseModel:
     @property
     def decisive(self) -> dict[str, Any]:
         """The settings that decide which weights later edits choose. A state is loaded only if they are equal."""
-        return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name}
+        costs = {"cost_power": self.cost_power, "cost_factors": dict(self.editor.cost_factors)}
+        return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name, **costs}
 
     def alive_by_weight(self) -> dict[str, int]:
         """Return the number of live elements of each weight. Waits for the device once."""

@@ -34,7 +34,7 @@ _PLACE: Names = {
     "sparse.masks.*": Tensor,
     "sparse.num_edits": int,
     "sparse.settings": dict,
-    "sparse.settings.*": (int, str),
+    "sparse.settings.*": (*NUMBER, str, dict),
     "sparse.gradients.sums": dict,
     "sparse.gradients.sums.*": Tensor,
     "sparse.gradients.averages": dict,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import parse_allocation
+from growprune.masks.allocation import parse_allocation, parse_cost_power
 from growprune.masks.heads import is_normalized, output_layers
 from growprune.masks.layers import Layers, Weight, frozen_layers, layer_weights, prunable_weights
 from growprune.masks.partition import Partition
@@ -67,6 +67,7 @@ class Settings:
     calibration: Iterable[Any] | None = None
     lr_scaling: float | Literal["auto"] = "auto"
     seed: int = 0
+    cost_power: float = 0.0
     example: Any = field(default=None, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     """The method's own options."""
@@ -83,7 +84,8 @@ class Settings:
         parse_storage(self.storage)
         parse_pattern(self.pattern)
         parse_allocation(self.resolved_allocation)
-        plain: dict[str, Any] = {"lr_scaling": parse_lr_scaling(self.lr_scaling), "seed": as_seed(self.seed)}
+        plain: dict[str, Any] = {"cost_power": parse_cost_power(self.cost_power, self.resolved_allocation)}
+        plain |= {"lr_scaling": parse_lr_scaling(self.lr_scaling), "seed": as_seed(self.seed)}
         plain["include"] = as_names(self.include, "include")
         if self.keep_dense != "auto":
             plain["keep_dense"] = as_names(self.keep_dense, "keep_dense")
@@ -133,14 +135,17 @@ class Settings:
 
     def to_save(self) -> dict[str, Any]:
         """Return the settings that must be the same when a checkpoint is resumed, as plain values."""
-        names = ("sparsity", "pattern", "seed", "storage", "lr_scaling")
+        names = ("sparsity", "pattern", "seed", "storage", "lr_scaling", "cost_power")
         chosen = {"method": self.name, "allocation": self.resolved_allocation}
         return chosen | {name: getattr(self, name) for name in names}
 
     def with_settings_of(self, sparse: SparseModel) -> Settings:
         """Return the same with the settings of a SparseModel, whose mask is the first one."""
         own = sparse
-        its = {name: getattr(own, name) for name in ("allocation", "keep_dense", "include", "seed", "storage")}
+        its = {
+            name: getattr(own, name)
+            for name in ("allocation", "keep_dense", "include", "seed", "storage", "cost_power")
+        }
         its |= {"pattern": own.pattern.name, "lr_scaling": own.lr_scaling, "initial_mask": "as_is"}
         for name, value in its.items():
             given = getattr(self, name)
@@ -460,7 +465,9 @@ class Resolved:
     def sparse_settings(self) -> dict[str, Any]:
         """Return the arguments of SparseModel, without model and storage."""
         mine = {name: getattr(self, name) for name in ("sparsity", "allocation", "keep_dense", "lr_scaling", "rescale")}
-        return mine | {name: getattr(self.settings, name) for name in ("pattern", "include", "seed")}
+        return mine | {
+            name: getattr(self.settings, name) for name in ("pattern", "include", "seed", "cost_power", "example")
+        }
 
     def make_sparse(self, model: nn.Module) -> SparseModel:
         """Create the SparseModel. All weights are still live."""

@@ -55,6 +55,7 @@ def sparsify(
     calibration: Iterable[Any] | None = None,
     lr_scaling: float | Literal["auto"] = "auto",
     seed: int = 0,
+    cost_power: float = 0.0,
     example: Any = None,
     losses: Sequence[Callable[[], Tensor]] | None = None,
     **options: Any,
@@ -84,7 +85,10 @@ def sparsify(
             rises from a random mask (gradual_gap, granet) under an Adam-like optimizer, else 0.
         seed: the seed of every random mask.
         losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
-        example: an input of the model, as a tuple or a dict if it has several; used to find the output layers.
+        cost_power: with allocation="global", magnitudes of a layer are ranked times (operations per weight) **
+            -cost_power: more than 0 keeps fewer weights in layers where each costs much, less than 0 keeps more.
+        example: an input of the model, as a tuple or a dict if it has several; used to find the output layers, and to
+            count operations for `cost_power`.
         options: the method's own options, such as `peak_density=0.5`.
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
