@@ -141,13 +141,56 @@ def test_sparsegpt_without_correlations_is_wanda() -> None:
 def test_sparsegpt_in_many_blocks_of_columns_is_sparsegpt_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     products, matrix = correlated(40), torch.randn(6, 40, dtype=torch.float64)
     factor, _ = inverse_factor(products[None])
-    monkeypatch.setattr("growprune.sparse.sparsegpt.LEAST_COLUMNS", 8)
-    monkeypatch.setattr("growprune.sparse.sparsegpt.SHARE", 5)
-    mask, values = sparsegpt_pruned(matrix, full(matrix), factor, 120, Unstructured())
+    mask, values = sparsegpt_pruned(matrix, full(matrix), factor, 120, parse_pattern("2:4"))
     monkeypatch.setattr("growprune.sparse.sparsegpt.COLUMNS", 8)  # what follows is brought up to date more often
-    again, same = sparsegpt_pruned(matrix, full(matrix), factor, 120, Unstructured())
+    again, same = sparsegpt_pruned(matrix, full(matrix), factor, 120, parse_pattern("2:4"))
     assert torch.equal(mask, again)
     torch.testing.assert_close(values * mask, same * mask)
+
+
+def unequal(seed: int) -> tuple[Tensor, Tensor]:
+    """A matrix (24, 32), and inputs of unequal size that are correlated."""
+    torch.manual_seed(seed)
+    return torch.randn(24, 32), torch.randn(256, 32) @ (torch.randn(32, 32) * torch.linspace(0.05, 2, 32))
+
+
+def test_a_layer_of_up_to_128_inputs_is_pruned_as_in_the_paper() -> None:
+    matrix, inputs = unequal(0)
+    # the paper's algorithm in one block: H^-1 = U^T U, all costs (w / U_jj)^2 at once, then column by column
+    hessian = (inputs.T @ inputs).double()
+    hessian += 0.01 * hessian.diagonal().mean() * torch.eye(32)
+    upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    want = matrix.double()
+    costs = (want / upper.diagonal()) ** 2
+    dead = costs <= costs.flatten().kthvalue(384).values
+    for j in range(32):
+        error = want[:, j] * dead[:, j] / upper[j, j]
+        want[:, j:] -= error[:, None] * upper[j, j:]
+    mask, values = sparsegpt_pruned(
+        matrix, full(matrix), inverse_factor((inputs.T @ inputs)[None])[0], 384, Unstructured()
+    )
+    assert torch.equal(mask, ~dead)
+    torch.testing.assert_close(values * mask, (want * ~dead).float(), rtol=1e-3, atol=1e-3)
+
+
+def test_sparsegpt_errs_less_than_wanda_where_inputs_differ_in_size() -> None:
+    better = 0
+    for seed in range(10):
+        matrix, inputs = unequal(seed)
+        products = (inputs.T @ inputs)[None]
+        mask, values = sparsegpt_pruned(matrix, full(matrix), inverse_factor(products)[0], 384, Unstructured())
+        by_wanda = wanda_mask(matrix, full(matrix), products.diagonal(dim1=1, dim2=2), 384, Unstructured())
+        errors = [float((inputs @ (w - matrix).T).square().sum()) for w in (values * mask, matrix * by_wanda)]
+        better += errors[0] < errors[1]
+    assert better >= 9
+
+
+def test_blocks_of_columns_share_by_the_costs_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("growprune.sparse.sparsegpt.COLUMNS", 2)
+    matrix = torch.tensor([[1.0, 5.0, 1.0, 1.0], [1.0, 6.0, 7.0, 1.0]])
+    products = torch.eye(4)[None]  # no correlations: costs are magnitudes
+    mask, _ = sparsegpt_pruned(matrix, full(matrix), inverse_factor(products)[0], 3, Unstructured())
+    assert mask.int().tolist() == [[0, 1, 0, 0], [0, 1, 1, 0]]
 
 
 def test_each_group_of_rows_has_a_hessian_of_its_own() -> None:

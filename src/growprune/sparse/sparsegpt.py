@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from growprune.masks.patterns import NofM, Pattern
-from growprune.sparse.group_choice import chosen_in_all, group_keys, num_choosable, shares
+from growprune.sparse.group_choice import chosen_in_all, group_keys, num_choosable
 
 COLUMNS = 128
 """The columns that are chosen from at once, as in the paper. The columns after them are updated once."""
-
-LEAST_COLUMNS, SHARE = 16, 8
-"""Small layers use an eighth of their columns, at least 16. With all at once, the adjustments would have no effect."""
 
 DAMPENING = 0.01
 """What is added to the diagonal of H, as a share of its mean."""
@@ -60,47 +57,34 @@ def sparsegpt_pruned(
 ) -> tuple[Tensor, Tensor]:
     """Return the mask of a matrix (outputs, inputs), and its values adjusted for the pruned weights.
 
+    The costs of all weights, before any is adjusted, say how many groups each block of `COLUMNS` keeps. The paper gives
+    each block the same share, which costs more where inputs differ in size.
+
     Args:
         alive: which weights are live now; no others are chosen.
         factor: the result of `inverse_factor`, (row groups, inputs, inputs). The rows form as many equal groups.
         kept: how many groups of the pattern are live in the end.
     """
-    width, kept_of = _windows(matrix, alive, kept, pattern)
-    block = -(-COLUMNS // width) * width
-    mask = torch.zeros_like(alive)
     values = matrix.clone().view(len(factor), -1, matrix.shape[1])  # (row groups, rows, columns)
     diagonal = factor.diagonal(dim1=1, dim2=2).unsqueeze(1)
+    costs = (values / diagonal).square_().flatten(0, 1)
+    first = chosen_in_all(pattern, costs, alive, kept)  # which says how many groups live in each block of columns
+    narrow = pattern.m if isinstance(pattern, NofM) else pattern.width
+    is_full = isinstance(pattern, NofM) and kept == sum(num_choosable(group_keys(pattern, costs, alive)))
+    width = narrow if is_full else -(-COLUMNS // narrow) * narrow  # N:M at its full density is chosen late
+    block = -(-COLUMNS // width) * width
+    mask = torch.zeros_like(alive)
     for start in range(0, matrix.shape[1], block):
         end = min(start + block, matrix.shape[1])
         errors = torch.zeros_like(values[:, :, start:end])
         for j in range(start, end):
             if j % width == 0:
                 window = slice(j, min(j + width, end))
+                count = sum(num_choosable(group_keys(pattern, costs[:, window], first[:, window])))
                 scores = (values[:, :, window] / diagonal[:, :, window]).square_().flatten(0, 1)
-                mask[:, window] = chosen_in_all(pattern, scores, alive[:, window], kept_of[j // width])
+                mask[:, window] = chosen_in_all(pattern, scores, alive[:, window], count)
             dead = ~mask[:, j].view(len(factor), -1)
             error = errors[:, :, j - start] = values[:, :, j] / diagonal[:, :, j] * dead
             values[:, :, j:end] -= error.unsqueeze(2) * factor[:, j, j:end].unsqueeze(1)
         values[:, :, end:] -= errors @ factor[:, start:end, end:]
     return mask, values.view(matrix.shape)
-
-
-def _windows(matrix: Tensor, alive: Tensor, kept: int, pattern: Pattern) -> tuple[int, list[int]]:
-    """Return how many columns are chosen from at once, and how many groups are live in each such window.
-
-    N:M at its full density is chosen in windows of M inputs, as late as possible.
-    """
-    narrow = pattern.m if isinstance(pattern, NofM) else pattern.width
-    at_once = min(COLUMNS, max(LEAST_COLUMNS, matrix.shape[1] // SHARE))
-    width = -(-at_once // narrow) * narrow
-    capacity = _capacity(matrix, alive, width, pattern)
-    if isinstance(pattern, NofM) and kept == sum(capacity):
-        width, capacity = narrow, _capacity(matrix, alive, narrow, pattern)
-    return width, shares(kept, capacity)
-
-
-def _capacity(matrix: Tensor, alive: Tensor, width: int, pattern: Pattern) -> list[int]:
-    """Return the most groups that may be live in each window of columns."""
-    ones = torch.ones_like(matrix)
-    pairs = zip(ones.split(width, 1), alive.split(width, 1), strict=True)  # type: ignore[no-untyped-call]
-    return [sum(num_choosable(group_keys(pattern, some, mask))) for some, mask in pairs]
