@@ -1,24 +1,26 @@
-"""Keep masks when adapters, such as PEFT's LoRA, are merged into a sparse model.
+"""Keep masks when adapters, such as PEFT's LoRA, are trained on a sparse model and merged into it.
 
 To merge, an adapter writes into the weight of the layer it adapts: `base_layer.weight.data += change`. In masked
 storage this would make pruned weights non-zero. In compact storage the attribute is a dense copy, and the change would
 be lost. So the adapter's methods that write run while the layer has a plain dense weight, and their changes to pruned
-weights are dropped, with a warning. PEFT is not imported: an adapter is recognized by its attributes.
+weights are dropped. So that this changes nothing, LoRA computes with its masked change from the start: what is trained
+is what the merged model will compute. Other adapters warn when a merge drops something. PEFT is not imported: an
+adapter is recognized by its attributes.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.layers import is_adapter
+from growprune.masks.layers import conv1d_of_transformers, is_adapter
 from growprune.storage.compact_modules import layouts_of
 from growprune.storage.parameter import SparseParameter
 
@@ -91,7 +93,7 @@ def forget_masks(model: nn.Module) -> None:
     for module in model.modules():
         vars(module).pop(SPARSE_PARAMETERS, None)
         if is_adapter(module):
-            for name in WRITING:
+            for name in (*WRITING, "forward"):
                 vars(module).pop(name, None)
 
 
@@ -112,6 +114,66 @@ def _guard(adapter: nn.Module, layer: nn.Module) -> None:
     for name in WRITING:
         if hasattr(type(adapter), name):
             vars(adapter)[name] = functools.partial(_call_keeping_masks, adapter, name)
+    if hasattr(type(adapter), "get_delta_weight") and _product_of(layer) is not None:
+        vars(adapter)["forward"] = functools.partial(_compute_masked, adapter)
+
+
+def _product_of(layer: nn.Module) -> Callable[..., Tensor] | None:
+    """Return the function (x, weight, bias) that a layer computes, if it is known."""
+    if isinstance(layer, nn.Linear):
+        return nn.functional.linear
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return layer._conv_forward
+    if conv1d_of_transformers(layer, {"weight": ()}):
+        return lambda x, weight, bias: x @ weight if bias is None else x @ weight + bias
+    return None
+
+
+def _compute_masked(adapter: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute what a LoRA layer of PEFT does, with the change masked as `merge` would keep it.
+
+    Without dropout, this is one product with the sum of both weights. With dropout, whose input differs, it is two.
+    """
+    layer = _innermost(adapter)
+    stored = stored_in(layer).get("weight")
+    active = [name for name in adapter.active_adapters if name in getattr(adapter, "lora_A", ())]
+    if stored is None or not active or adapter.disable_adapters or adapter.merged:
+        result: Tensor = type(adapter).forward(adapter, x, *args, **kwargs)
+        return result
+    _check_plain_lora(adapter)
+    if kwargs.get("adapter_names") is not None:
+        raise GrowpruneError(
+            f"adapter_names={kwargs['adapter_names']!r} does not work on a sparse layer, which masks the change of all "
+            f"examples together: use set_adapter, and one adapter at a time"
+        )
+    product, mask = _product_of(layer), stored.mask()
+    assert product is not None
+    whole, alone = None, []
+    for name in active:
+        change = adapter.get_delta_weight(name)
+        change = change * mask.to(change.dtype)
+        bias = adapter.lora_B[name].bias
+        bias = None if bias is None else bias * adapter.scaling[name]
+        if isinstance(adapter.lora_dropout[name], nn.Dropout):
+            seen = adapter.lora_dropout[name](x.to(change.dtype))
+            alone.append(product(seen, change, bias))
+        else:
+            whole = change if whole is None else whole + change
+            alone += [] if bias is None else [bias]
+    if whole is None or adapter.base_layer is not layer or (layouts_of(layer) and stored.parameter.requires_grad):
+        result = adapter.base_layer(x, *args, **kwargs)
+        alone += [] if whole is None else [product(x.to(whole.dtype), whole, None)]
+    else:
+        result = product(x, layer.weight + whole.to(layer.weight.dtype), layer.bias)
+    for one in alone:
+        result = result + one.to(result.dtype)
+    return result
+
+
+def _check_plain_lora(adapter: Any) -> None:
+    if variants := getattr(adapter, "lora_variant", None):
+        kinds = ", ".join(sorted({type(variant).__name__ for variant in variants.values()}))
+        raise GrowpruneError(f"{kinds} does not work on a sparse layer: use plain LoRA (use_dora=False)")
 
 
 def _innermost(module: Any) -> Any:
@@ -126,6 +188,8 @@ def _call_keeping_masks(adapter: Any, name: str, *args: Any, **kwargs: Any) -> A
 
     Warn if that drops a part of what was written. If the method fails, compact weights are restored.
     """
+    if is_masked := "forward" in vars(adapter):
+        _check_plain_lora(adapter)
     layer = _innermost(adapter.base_layer)
     parameters = layer._parameters  # not the attributes, which are dense
     stored = stored_in(layer)
@@ -152,7 +216,8 @@ def _call_keeping_masks(adapter: Any, name: str, *args: Any, **kwargs: Any) -> A
         layouts_of(layer).update(compact)
         for found in stored.values():
             found.enforce([(found, [found.parameter])])
-    if dropped and name != "unmerge":  # which takes back only what was kept
+    # an unmerge takes back only what was kept, and LoRA's change was masked in training too
+    if dropped and name != "unmerge" and not (name == "merge" and is_masked):
         warn(
             f"{name} dropped {100 * dropped / total:.2g} % of the adapter's change, which fell on pruned weights, so "
             "the model computes something else than before: keep the adapter unmerged, or train the sparse weights"

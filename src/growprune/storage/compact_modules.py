@@ -76,7 +76,9 @@ def make_plain(module: nn.Module) -> None:
 def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """Return a subclass of `plain` whose parameters of these names are compact."""
     members: dict[str, Any] = {name: _dense_attribute(name) for name in names}
-    members |= {"_plain_class": plain, "__setattr__": _assign, "__delattr__": _delete}
+    # who makes another layer of the same class, as PEFT does for a convolution's adapter, gets a plain one
+    members |= {"_plain_class": plain, "__new__": lambda cls, *args, **kwargs: plain(*args, **kwargs)}
+    members |= {"__setattr__": _assign, "__delattr__": _delete}
     members |= {"__reduce_ex__": _refuse_to_pickle, "__prepare_scriptable__": _refuse_to_script, "__copy__": _copied}
     if not hasattr(plain, "__deepcopy__"):
         members["__deepcopy__"] = _deeply_copied
@@ -162,13 +164,13 @@ def _refuse_to_script(module: nn.Module) -> Any:
 
 def _copied(module: nn.Module) -> nn.Module:
     """Copy a module as copy.copy does, which would otherwise use the refused pickling."""
-    clone: nn.Module = type(module).__new__(type(module))
+    clone: nn.Module = object.__new__(type(module))
     clone.__setstate__(module.__getstate__())  # type: ignore[no-untyped-call]
     return clone
 
 
 def _deeply_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    clone: nn.Module = type(module).__new__(type(module))
+    clone: nn.Module = object.__new__(type(module))
     memo[id(module)] = clone
     clone.__setstate__(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[no-untyped-call]
     return clone
