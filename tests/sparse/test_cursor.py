@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Sequence
@@ -616,3 +617,17 @@ def test_the_state_is_safe_to_load_and_of_plain_values() -> None:
     state = cursor.state_dict()
     assert (state["position"], state["iteration"], state["start"]) == (2, 3, 2)
     check_same_bits(thawed(frozen(state))[0], state)
+
+
+def test_an_edit_that_is_refused_leaves_the_place_in_the_plan() -> None:
+    sparse = SparseModel(nn.Linear(10, 10), 0.5)
+    optimizer = torch.optim.SGD(sparse.model.parameters(), 0.1)
+    cursor = Cursor(
+        sparse, [Phase(prune(sparse.whole, to=0.5), iterations=2), Phase(prune(sparse.whole, to=0.2), iterations=2)]
+    )
+    cursor.attach(optimizer)
+    for step in range(2):
+        sparse.model(torch.ones(1, 10)).sum().backward()
+        with pytest.raises(GrowpruneError, match=r"0\.2") if step == 1 else contextlib.nullcontext():
+            optimizer.step()
+    assert (cursor.position, cursor.start) == (0, 0)

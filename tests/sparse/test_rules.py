@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from plan_cases import check_same_bits, frozen, sgd, small_net, thawed, train_step
 from torch import Tensor, nn
 
+import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.methods import METHODS, admm
@@ -259,3 +261,26 @@ def test_a_rule_that_goes_by_the_learning_rate_asks_for_one(method: str, who: st
             optimizer.step()
         assert frozen(model.state_dict()) == before
     assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["dpf", "str", "admm", "deepr"])
+def test_a_state_in_memory_stays_as_it_was_taken(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"begin": 0.0} if name == "admm" else {}
+    sparsifier = gp.sparsify(model, optimizer, name, sparsity=0.5, iterations=20, **options)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+
+    train(5)
+    taken = sparsifier.state_dict()["cursor"]["rule"]
+    before = copy.deepcopy(taken)
+    train(3)
+    for key, value in before.items():
+        for inner in value if isinstance(value, dict) else ():
+            assert torch.equal(torch.as_tensor(value[inner]), torch.as_tensor(taken[key][inner])), (key, inner)

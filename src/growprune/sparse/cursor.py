@@ -234,8 +234,12 @@ class Cursor:
 
     def _enter_following(self, start: int | None) -> ScheduledPhase | None:
         if self.position + 1 < len(self.schedule):
-            self.start = self.iteration if start is None else start
-            self._enter(self.schedule[self.position + 1])
+            before, self.start = self.start, self.iteration if start is None else start
+            try:
+                self._enter(self.schedule[self.position + 1])
+            except GrowpruneError:
+                self.start = before
+                raise
         else:
             self.is_over = True
             self.sparse.set_rule(None)

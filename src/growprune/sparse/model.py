@@ -585,7 +585,6 @@ class SparseModel:
                 "the optimizer's state was loaded before the SparseModel's, whose masks say which weights it belongs "
                 "to: load the SparseModel's state first, then the optimizer's"
             )
-        stepper.state_came_first = None
         self._check_wrapped_again()
         if self._is_replicated and self._num_edits_compared != self.editor.num_edits:
             self._compare_masks()

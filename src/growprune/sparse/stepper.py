@@ -111,6 +111,8 @@ class Stepper:
         is_loaded = self.state_came_first is not None
         for model, _ in self._now:
             model.check_ready(self)
+        if all(model.waiting is None for model, _ in self._now):
+            self.state_came_first = None
         for model, trained in self._now if is_loaded else ():  # only now, since masks may be loaded after the state
             model.mask_weights(trained, (optimizer,), only_state=True)
         self._follow_dtype(optimizer)
@@ -297,7 +299,8 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
 def notice(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Attach an optimizer at its first step to the sparse models whose parameters it trains.
 
-    torch calls this before the step of any optimizer. Nothing is looked up twice.
+    torch calls this before the step of any optimizer, and reads the optimizer's own hooks only after it, so a stepper
+    that is attached here takes part in the same step. Nothing is looked up twice.
     """
     del args, kwargs
     now = (OWNERS.num_models, sum(len(group["params"]) for group in optimizer.param_groups))

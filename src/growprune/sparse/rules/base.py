@@ -127,6 +127,10 @@ class AsideRule(RunningRule):
         for name in names:
             self.w[name].copy_(self.parameter(name).detach())
 
+    def saved(self) -> dict[str, Tensor]:
+        """Return copies of the dense weights, which steps change in place."""
+        return {name: tensor.clone() for name, tensor in self.w.items()}
+
     def load_aside(self, w: Mapping[str, Tensor]) -> None:
         self.w = {name: tensor.clone() for name, tensor in self.here(w).items()}
 

@@ -65,7 +65,7 @@ class DpfRule(AsideRule):
 
     def state_dict(self) -> dict[str, Any]:
         place = {"iteration": self._iterations.begun, "target": self._target}
-        return {**place, "w": dict(self.w), "m": dict(self.m)}
+        return {**place, "w": self.saved(), "m": dict(self.m)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._iterations.resume(state["iteration"])

@@ -69,7 +69,7 @@ class StrRule(AsideRule):
         return {"sparsity": 1 - alive / total if total else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"w": dict(self.w), "s": dict(self.s)}
+        return {"w": self.saved(), "s": {name: s.clone() for name, s in self.s.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.load_aside(state["w"])
