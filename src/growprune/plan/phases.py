@@ -162,7 +162,7 @@ LENGTHS = ("iterations", "epochs", "epochs + finetune", "steps * epochs + finetu
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a method declares. Of its parameters, only those named here, `sparsity`, `iterations` and `epochs` are filled in."""
+    """What a method declares. Only the parameters named here, sparsity, iterations and epochs are filled in."""
 
     options: Mapping[str, inspect.Parameter]
     """All parameters of the method but the partition."""
