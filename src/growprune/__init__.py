@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from growprune.sparse.init import sparse_init
     from growprune.sparse.model import SparseModel
     from growprune.sparse.pretrained_pruning import prune_pretrained
+    from growprune.sparse.text import perplexity, text_batches
     from growprune.training.sparsifier import Sparsifier, sparsify
 
 _HOMES = {
@@ -48,6 +49,7 @@ _HOMES = {
     "growprune.files.sparse_file": ("load", "manifest", "read", "save"),
     "growprune.sparse.flops": ("count_flops",),
     "growprune.sparse.init": ("sparse_init",),
+    "growprune.sparse.text": ("perplexity", "text_batches"),
     "growprune.masks.layers": ("register_layer",),
     "growprune.masks.partition": ("Partition",),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
@@ -95,6 +97,7 @@ __all__ = [
     "named",
     "newest_sharded_checkpoint",
     "per_layer",
+    "perplexity",
     "prune",
     "prune_pretrained",
     "read",
@@ -106,6 +109,7 @@ __all__ = [
     "sparse_init",
     "sparsify",
     "tasks",
+    "text_batches",
     "train",
 ]
 

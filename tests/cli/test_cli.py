@@ -74,6 +74,8 @@ def test_help_names_the_verbs_and_imports_no_torch() -> None:
         "train",
         "resume",
         "inspect",
+        "prune",
+        "perplexity",
         "convert",
         "report",
         "compare",

@@ -19,6 +19,7 @@ from growprune.cli.converting import convert
 from growprune.cli.deploying import deploy
 from growprune.cli.inspecting import doctor, inspect
 from growprune.cli.looking import list_, plan
+from growprune.cli.pruning import perplexity, prune
 from growprune.cli.training import demo, resume, train
 
 VERBS: dict[str, Callable[..., None]] = {
@@ -28,6 +29,8 @@ VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "resume": resume,
     "inspect": inspect,
+    "prune": prune,
+    "perplexity": perplexity,
     "convert": convert,
     "report": report,
     "compare": compare,

@@ -6,7 +6,7 @@ Besides the model, only the statistics of one block are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def prune_pretrained(
     forward: Forward | None = None,
     ranked: str = "row",
     unreached: str = "error",
+    progress: Callable[[int, int], None] = lambda done, total: None,
     **settings: Any,
 ) -> SparseModel:
     """Prune a trained model in one shot with a few calibration batches, and return its SparseModel.
@@ -59,6 +60,7 @@ def prune_pretrained(
         forward: computes a batch, as forward(model, batch), if the model cannot be called with it directly.
         ranked: whether Wanda ranks each output "row" on its own, or the whole "layer".
         unreached: what to do with layers that no batch reaches: "error", or "magnitude" to prune them by |w|.
+        progress: called with (blocks done, blocks in all).
         settings: further arguments of `SparseModel`, such as include, storage and seed.
 
     Examples:
@@ -80,7 +82,8 @@ def prune_pretrained(
         keep_dense=keep_dense,
         **settings,
     )
-    prune_by_data(sparse, batches, by=by, forward=forward, ranked=ranked, unreached=unreached)
+    how: dict[str, Any] = {"ranked": ranked, "unreached": unreached, "progress": progress}
+    prune_by_data(sparse, batches, by=by, forward=forward, **how)
     return sparse
 
 
@@ -93,6 +96,7 @@ def prune_by_data(
     forward: Forward | None = None,
     ranked: str = "row",
     unreached: str = "error",
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Prune a SparseModel as `prune_pretrained` does, and update the state of attached optimizers.
 
@@ -107,7 +111,7 @@ def prune_by_data(
         sparse.prune(to=to)
     elif kept := _counts(own, to):
         _BlockByBlock(own, kept, by=by, by_row=ranked == "row").run(
-            read_batches(batches), forward, by_magnitude=unreached == "magnitude"
+            read_batches(batches), forward, by_magnitude=unreached == "magnitude", progress=progress
         )
 
 
@@ -164,7 +168,14 @@ class _BlockByBlock:
         self._dampened: dict[str, float] = {}
         """The dampening of each Hessian that could not be inverted without it."""
 
-    def run(self, batches: Sequence[Any], forward: Forward | None, *, by_magnitude: bool) -> None:
+    def run(
+        self,
+        batches: Sequence[Any],
+        forward: Forward | None,
+        *,
+        by_magnitude: bool,
+        progress: Callable[[int, int], None],
+    ) -> None:
         own = self._own
         calibration = Calibration(own.model, self._weights, batches, block_of=self._block_of, forward=forward)
         try:
@@ -175,8 +186,10 @@ class _BlockByBlock:
                         f"no calibration input reaches {_listed([w.name for w in never])}: pass batches that do, add "
                         f"them to keep_dense, or prune them by magnitude with unreached='magnitude'"
                     )
-                for block in order:
+                for number, block in enumerate(order):
+                    progress(number, len(order))
                     self._prune(block, calibration.inputs(block, with_products=self._by == "sparsegpt"))
+                progress(len(order), len(order))
                 for block in dict.fromkeys(b for b in self._block_of.values() if b not in order):
                     self._prune(block, {})
         except BaseException as error:

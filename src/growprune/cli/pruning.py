@@ -1,0 +1,188 @@
+"""The verbs for pretrained language models: prune and perplexity."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from growprune.cli.app import AsJson, one_line_errors
+from growprune.cli.screen import err, out, print_json, size
+from growprune.errors import GrowpruneError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Model = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a causal language model of transformers.")]
+Text = Annotated[Path, typer.Option("--text", metavar="FILE", help="A text file in UTF-8.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens of a window, at most what the model can take.")]
+
+
+@one_line_errors
+def prune(
+    folder: Model,
+    text: Text,
+    out_folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="New folder to write.")],
+    by: Annotated[str, typer.Option(help="sparsegpt, wanda or magnitude.")] = "sparsegpt",
+    sparsity: Annotated[float | None, typer.Option(help="Fraction of zeros in each layer. Default: 0.5.")] = None,
+    pattern: Annotated[str, typer.Option(help="unstructured, a block such as 1x8, or N:M such as 2:4.")] = "",
+    samples: Annotated[int, typer.Option(min=1, help="Windows of the text to calibrate with.")] = 128,
+    length: Length = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of windows.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Prune a pretrained language model with text of your own, and measure its perplexity before and after.
+
+    The last tenth of the text is held out for the perplexity. The new folder loads in transformers as it is.
+    """
+    from growprune.files.pretrained import save_pretrained
+    from growprune.masks.patterns import NofM, parse_pattern
+    from growprune.sparse.pretrained_pruning import prune_pretrained
+    from growprune.sparse.text import perplexity, text_batches
+
+    if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):
+        raise GrowpruneError(f"--out must be a new or empty folder, but {out_folder} exists. Choose another --out")
+    parsed = parse_pattern(pattern or "unstructured")
+    if isinstance(parsed, NofM):
+        fixed = 1 - parsed.n / parsed.m
+        if sparsity not in (None, fixed):
+            raise GrowpruneError(
+                f"--pattern {pattern} keeps {parsed.n} of {parsed.m} weights, a sparsity of {fixed:g}; got --sparsity "
+                f"{sparsity:g}. Leave --sparsity out, or choose another --pattern"
+            )
+        sparsity = fixed
+    sparsity = 0.5 if sparsity is None else sparsity
+    model, tokenizer = _load(folder)
+    length = _length(model, length)
+    batches = text_batches(tokenizer, text, samples=samples, length=length, seed=seed)
+    with _bar("perplexity before") as show:
+        before = perplexity(model, tokenizer, text, length=length, part="held-out", progress=show)
+    if not as_json:
+        _say_what_it_takes(model, batches, by)
+    started = time.monotonic()
+    with _bar(f"pruning by {by}") as show:
+        sparse = prune_pretrained(
+            model, batches, sparsity=sparsity, by=by, pattern=parsed, unreached="magnitude", progress=show
+        )
+    seconds = time.monotonic() - started
+    with _bar("perplexity after") as show:
+        after = perplexity(model, tokenizer, text, length=length, part="held-out", progress=show)
+    partial = out_folder.with_name(f"{out_folder.name}.partial")  # so that --out is whole or not there
+    shutil.rmtree(partial, ignore_errors=True)
+    save_pretrained(sparse, partial)
+    tokenizer.save_pretrained(partial)
+    partial.replace(out_folder)
+    content = {
+        "folder": str(out_folder),
+        "by": by,
+        "pattern": parsed.name,
+        "sparsity": sparse.sparsity,
+        "perplexity": {"before": before, "after": after, "length": length, "stride": length, "text": str(text)},
+        "samples": samples,
+        "seconds": seconds,
+    }
+    if as_json:
+        print_json(content)
+        return
+    out().print(
+        f"perplexity on held-out text: {before:.4g} before, {after:.4g} after (windows of {length} tokens, stride "
+        f"{length})",
+        soft_wrap=True,
+    )
+    out().print(f"pruned: {sparse.sparsity:.4f} of {sparse.num_prunable:,} weights, in {seconds:.0f} s")
+    out().print(f"folder: {out_folder}, which transformers loads as it is", soft_wrap=True)
+
+
+@one_line_errors
+def perplexity(folder: Model, text: Text, length: Length = 512, as_json: AsJson = False) -> None:
+    """Measure the perplexity of a language model on a text, in windows that do not overlap."""
+    from growprune.sparse.text import perplexity as measure
+
+    model, tokenizer = _load(folder)
+    length = _length(model, length)
+    with _bar("perplexity") as show:
+        found = measure(model, tokenizer, text, length=length, progress=show)
+    if as_json:
+        print_json({"folder": str(folder), "perplexity": found, "length": length, "stride": length, "text": str(text)})
+    else:
+        out().print(f"perplexity: {found:.6g} (windows of {length} tokens, stride {length})")
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer from a folder; nothing is downloaded."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise GrowpruneError("this needs transformers: pip install transformers") from error
+    logging.disable_progress_bar()
+    if not (folder / "config.json").is_file():
+        raise GrowpruneError(f"{folder} has no config.json. Give the folder of a model of transformers")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise GrowpruneError(f"transformers cannot read the model in {folder}: {error}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise GrowpruneError(f"{folder} holds a {config.model_type} model, which has no causal language model head")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise GrowpruneError(f"{folder} has no tokenizer that transformers can load. Save one there") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+    except (ValueError, OSError) as error:
+        raise GrowpruneError(f"transformers cannot load the model in {folder}: {error}") from error
+    return model, tokenizer
+
+
+def _length(model: Any, length: int) -> int:
+    most = getattr(model.config, "max_position_embeddings", None)
+    return min(length, most) if most else length
+
+
+def _say_what_it_takes(model: Any, batches: list[dict[str, Tensor]], by: str) -> None:
+    """Say how much memory and time pruning takes, by the sizes of layers and one forward pass."""
+    import torch
+
+    from growprune.masks.layers import layer_weights
+    from growprune.masks.partition import blocks_of
+
+    parameters = sum(p.nbytes for p in model.parameters())
+    blocks = blocks_of(model)
+    widest: dict[str, int] = {}
+    for weights in layer_weights(model).values() if by != "magnitude" else ():
+        for weight in weights:
+            inputs = weight.numel // max(weight.shape[0], 1) if not weight.transposed else weight.shape[0]
+            bytes_ = 4 * inputs * (inputs if by == "sparsegpt" else 1)
+            block = blocks.get(weight.parameter, "")
+            widest[block] = widest.get(block, 0) + bytes_
+    with torch.no_grad():
+        started = time.monotonic()
+        model.eval()(**{name: tensor.to(model.device) for name, tensor in batches[0].items()})
+        forward = time.monotonic() - started
+    passes = len(batches) * (1 + len(set(blocks.values())) / 2) if by != "magnitude" else 0
+    out().print(
+        f"memory: {size(parameters)} for the model, about {size(max(widest.values(), default=0) * 2)} for statistics; "
+        f"time: about {passes * forward:.0f} s for forward passes, and the choice of weights",
+        soft_wrap=True,
+    )
+
+
+class _bar:
+    """A progress bar on stderr, as a context that gives the function to call with (done, total)."""
+
+    def __init__(self, what: str) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=err(), transient=True)
+        self._task = self._progress.add_task(what, total=None)
+
+    def __enter__(self) -> Any:
+        self._progress.start()
+        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
