@@ -113,7 +113,7 @@ def perplexity(
         >>> with tempfile.NamedTemporaryFile("w") as file:
         ...     _ = file.write("tobeornottobe")
         ...     file.flush()
-        ...     round(perplexity(Guess(1, 1), letters, file.name, length=4), 6)
+        ...     round(perplexity(Guess(1, 1), letters, file.name, length=4), 3)
         26.0
     """
     check_counts(2, length=length)
