@@ -269,3 +269,24 @@ def test_sparsity_rises_from_exactly_start_to_exactly_the_target(make: Any, star
     assert rising[:2] == [start, start]
     assert rising[-1] == 0.9
     assert rising == sorted(rising)
+
+
+def test_a_capped_curve_begins_at_zero_and_growth_has_a_span_of_its_own() -> None:
+    plan = gradual_gap(
+        FOUR, sparsity=0.8, iterations=8, every=1, start=0.5, begin=0.25, until=0.75, power=1, capped=True,
+        grow_from=0.25, grow_until=0.5,
+    )  # fmt: skip
+    prunes = [edit.to for phase in plan for edit in phase.edits if edit.action is Action.PRUNE]
+    # the curve goes from 0 at iteration 2 to 0.8 at 6: it passes 0.5 between 4 (0.4) and 5 (0.6)
+    assert prunes == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.8])
+    grown = [t for t, phase in enumerate(list(plan)[1:]) if any(e.action is Action.GROW for e in phase.edits)]
+    assert grown == [2, 3]
+    with pytest.raises(gp.GrowpruneError, match="grow_until.* got 2"):
+        gradual_gap(FOUR, sparsity=0.8, iterations=8, grow_until=2)
+
+
+def test_the_first_edition_is_what_the_options_of_the_second_leave_out() -> None:
+    how = {"sparsity": 0.9, "iterations": 977}
+    assert list(gradual_gap(FOUR, **how)) == list(
+        gradual_gap(FOUR, **how, power=1, capped=False, begin=0.0, grow_from=0.0, grow_until=1.0)
+    )

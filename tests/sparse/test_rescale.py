@@ -111,3 +111,18 @@ def test_sparse_init_rescales_unless_a_model_is_normalized() -> None:
     assert largest(gp.sparse_init(mlp_of_modules, sparsity=0.75).to_dense_()) > 1.5 * bound
     normalized = gp.sparse_init(lambda: nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64)), sparsity=0.75)
     assert largest(normalized.to_dense_()) <= bound
+
+
+def test_rescale_is_asked_for_or_follows_from_the_norms() -> None:
+    def factor(rescale: object) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 10), nn.LayerNorm(10), nn.Linear(10, 2))
+        before = model[0].weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        gp.sparsify(model, optimizer, "static_random", sparsity=0.75, iterations=4, rescale=rescale)
+        kept = model[0].weight.detach() != 0
+        return float((model[0].weight.detach()[kept] / before[kept]).mean())
+
+    assert [round(factor(how), 4) for how in ("auto", False, True)] == [1.0, 1.0, 2.0]
+    with pytest.raises(gp.GrowpruneError, match="'always'"):
+        factor("always")

@@ -46,6 +46,7 @@ class SparseCallback:
         lr_scaling: float | Literal["auto"] = "auto",
         seed: int = 0,
         cost_power: float = 0.0,
+        rescale: bool | Literal["auto"] = "auto",
         example: Any = None,
         log_layers: bool = False,
         **options: Any,

@@ -33,6 +33,9 @@ def gradual_gap(
     begin: float = 0.0,
     until: float = 0.75,
     power: int = 1,
+    capped: bool = False,
+    grow_from: float = 0.0,
+    grow_until: float = 1.0,
     initial_mask: InitialMask = "random",
     control: Literal["start", "peak"] | None = None,
 ) -> Iterator[Phase]:
@@ -53,6 +56,10 @@ def gradual_gap(
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end, as in GMP. An even rise was as
             good or better on our four tasks; 3 was far better in short trainings with AdamW (docs/theory.md, 7).
+        capped: let the curve of the sparsity begin at 0, as in GMP, and stay at the first sparsity until the curve has
+            passed it. Otherwise the curve begins at the first sparsity.
+        grow_from, grow_until: when parts grow, as shares of the training. From 0.1, for example, none grows while the
+            learning rate warms up.
         initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model that has the first sparsity).
         control: run the same plan without growth, as a control in comparisons. "start" has the same initial sparsity,
             "peak" starts with as many live weights as the plan has at its peak.
@@ -62,6 +69,7 @@ def gradual_gap(
     every = step_length(iterations=iterations, every=every, steps=60)
     check_counts(1, power=power)
     check_span(begin=begin, until=until)
+    check_share(grow_from=grow_from, grow_until=grow_until)
     first, within = first_and_peak(S, sparsity, start, peak_density)
     if control not in (None, "start", "peak"):
         raise GrowpruneError(f"control must be 'start', 'peak' or None, got {control!r}")
@@ -70,8 +78,12 @@ def gradual_gap(
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for step, t in enumerate(range(0, last, every)):
         left = 1 - max(0, t - hold) / max(1, last - hold)
-        now = first if left == 1 else sparsity + (first - sparsity) * left**power  # s + (f - s) may round to below f
-        growth = [] if control else [grow(S[step % len(S)], within=within)]
+        if capped:
+            now = max(first, sparsity * (1 - left**power))
+        else:
+            now = first if left == 1 else sparsity + (first - sparsity) * left**power  # s + (f - s) may round below f
+        grows = not control and grow_from * iterations <= t < grow_until * iterations
+        growth = [grow(S[step % len(S)], within=within)] if grows else []
         yield Phase(prune(S.whole, to=now), *growth, iterations=min(every, last - t))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
 

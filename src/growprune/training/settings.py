@@ -68,6 +68,7 @@ class Settings:
     lr_scaling: float | Literal["auto"] = "auto"
     seed: int = 0
     cost_power: float = 0.0
+    rescale: bool | Literal["auto"] = "auto"
     example: Any = field(default=None, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     """The method's own options."""
@@ -91,6 +92,8 @@ class Settings:
             plain["keep_dense"] = as_names(self.keep_dense, "keep_dense")
         for name, value in plain.items():
             object.__setattr__(self, name, value)
+        if self.rescale not in ("auto", True, False):
+            raise GrowpruneError(f"rescale must be 'auto', True or False, got {self.rescale!r}")
         if self.initial_mask not in ("auto", *MASKS):
             known = ", ".join(map(repr, ("auto", *MASKS)))
             raise GrowpruneError(f"initial_mask must be one of {known}, got {self.initial_mask!r}")
@@ -135,7 +138,7 @@ class Settings:
 
     def to_save(self) -> dict[str, Any]:
         """Return the settings that must be the same when a checkpoint is resumed, as plain values."""
-        names = ("sparsity", "pattern", "seed", "storage", "lr_scaling", "cost_power")
+        names = ("sparsity", "pattern", "seed", "storage", "lr_scaling", "cost_power", "rescale")
         chosen = {"method": self.name, "allocation": self.resolved_allocation}
         return chosen | {name: getattr(self, name) for name in names}
 
@@ -363,7 +366,7 @@ class Settings:
             allocation=allocation,
             sparsity=said.sparsity if "sparsity" in about.options else 0.0,
             lr_scaling=said.scaling_from(first),
-            rescale=not is_normalized(model),
+            rescale=not is_normalized(model) if said.rescale == "auto" else said.rescale,
             first=first,
         )
 

@@ -56,6 +56,7 @@ def sparsify(
     lr_scaling: float | Literal["auto"] = "auto",
     seed: int = 0,
     cost_power: float = 0.0,
+    rescale: bool | Literal["auto"] = "auto",
     example: Any = None,
     losses: Sequence[Callable[[], Tensor]] | None = None,
     **options: Any,
@@ -87,6 +88,8 @@ def sparsify(
         losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
         cost_power: with allocation="global", magnitudes of a layer are ranked times (operations per weight) **
             -cost_power: more than 0 keeps fewer weights in layers where each costs much, less than 0 keeps more.
+        rescale: multiply the weights that a random first mask keeps by 1 / sqrt(density of their layer), so that
+            activations stay as large; "auto" does so for models without normalization.
         example: an input of the model, as a tuple or a dict if it has several; used to find the output layers, and to
             count operations for `cost_power`.
         options: the method's own options, such as `peak_density=0.5`.
