@@ -26,7 +26,7 @@ from growprune.deployment.example import Example
 from growprune.deployment.graph.places import Strides, as_matrix, feature_major
 from growprune.deployment.graph.program import assign
 from growprune.deployment.parts import MOST_PLANS, LinearPart, Part
-from growprune.deployment.skeleton import empty, fill_in, skeleton_of
+from growprune.deployment.skeleton import skeleton_of
 from growprune.tasks.classification.resnet import ResNet
 from growprune.tasks.translation import Translation
 
@@ -605,10 +605,10 @@ def test_tied_weights_are_in_all_their_places_however_the_model_runs(tmp_path: P
 def test_tied_weights_outlive_a_measurement() -> None:
     torch.manual_seed(0)
     skeleton = skeleton_of(sparse_of(model := Tied()))
-    fill_in(skeleton)
+    skeleton.fill()
     assert skeleton.module.first.weight is skeleton.module.second.weight
     assert torch.equal(skeleton.module.second.weight, model.first.weight)
-    empty(skeleton)
+    skeleton.empty()
     assert {module.weight.untyped_storage().nbytes() for module in skeleton.module.children()} == {4}
 
 

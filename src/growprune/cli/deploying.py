@@ -38,7 +38,6 @@ def deploy(
     seconds: Seconds = 10.0,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device to run on. Layers are timed there.")] = "cpu",
     by_layer: ByLayer = False,
-    values: Annotated[str, typer.Option(help="int8: keep weights in 8 bits. For --device cuda.")] = "",
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -55,7 +54,7 @@ def deploy(
     where = checked_device(device)
     origin = origin_of(path, model, example_shape, trust=trust)
     built, example = build(origin)
-    options: Any = {"whole": not by_layer, "device": where, "values": values or None}
+    options: Any = {"whole": not by_layer, "device": where}
     deployed = deploy_model(weights_file(path), example, into=built, seconds=seconds, **options)
     deployed.save(out, origin=origin)
     if as_json:

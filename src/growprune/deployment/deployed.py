@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from growprune.deployment import deployed_folder
 from growprune.deployment.example import Example, first_line
-from growprune.deployment.layer_table import GpuRow, Row, Table
-from growprune.deployment.skeleton import Skeleton, fill_in
+from growprune.deployment.layer_table import Row, Table
+from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
-from growprune.files.quantized import INT8
 
 DEPLOY_AGAIN = "change the original model and deploy it again, with device='cpu' or 'cuda'"
 
@@ -29,8 +28,8 @@ class Replaced:
     owner: nn.Module
     name: str
     part: nn.Module
-    module: Callable[[], nn.Module]
-    """The module, which may have to be made again."""
+    module: nn.Module
+    """The module, whose sparse weight may hold nothing; see `Skeleton.fill`."""
 
 
 @dataclass
@@ -38,14 +37,14 @@ class Swapped:
     """A module with its parts deployed."""
 
     module: nn.Module
-    rows: Sequence[Row] = ()
-    in_torch: Sequence[str] = ()
-    replaced: Sequence[Replaced] = ()
+    rows: list[Row] = field(default_factory=list)
+    in_torch: list[str] = field(default_factory=list)
+    replaced: list[Replaced] = field(default_factory=list)
 
     def put(self, *, deployed: bool) -> None:
         """Put the parts in their places, or what they were made of."""
         for one in self.replaced:
-            one.owner._modules[one.name] = one.part if deployed else one.module()
+            one.owner._modules[one.name] = one.part if deployed else one.module
 
 
 def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
@@ -146,13 +145,10 @@ class Deployed(nn.Module):
 
     def stay_in_torch(self) -> None:
         """Run the whole model in torch."""
-        fill_in(self._skeleton)
         self._swapped.put(deployed=False)
+        self._skeleton.fill()
         self.module = self._skeleton.module
         self._swapped = Swapped(self.module, self._swapped.rows)
-
-    def _int8_weights(self) -> list[str]:
-        return [f"{row.layer}.weight" for row in self.table if isinstance(row, GpuRow) and row.error is not None]
 
     def save(self, folder: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
         """Write a folder that `load_deployed` reads: the weights as a sparse file, the table and choices as JSON.
@@ -162,17 +158,14 @@ class Deployed(nn.Module):
             origin: where the model's code is, for the command line.
         """
         self._swapped.put(deployed=False)
-        is_sparse = bool(self._skeleton.matrices or self._swapped.rows)  # though it may run dense
         try:
-            options: Any = {"is_sparse": is_sparse, "int8": self._int8_weights()}
-            deployed_folder.save_weights(Path(folder), self._skeleton, self._settings, **options)
+            deployed_folder.save_weights(Path(folder), self._skeleton, self._settings)
         finally:
             self._swapped.put(deployed=True)
         about = {
             "device": self.device.type,
             "machine": deployed_folder.machine(self.device),
             "is_whole": self._whole,
-            "values": INT8 if self._int8_weights() else None,
             "runs": "torch" if self.is_in_torch else "deployed",
             "example": [deployed_folder.encoded(part) for part in (self._example.args, self._example.kwargs)],
             "origin": dict(origin or {}),

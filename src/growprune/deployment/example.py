@@ -73,6 +73,24 @@ def of_the_example() -> Iterator[None]:
         ) from error
 
 
+def first_inputs(module: nn.Module, example: Example) -> dict[str, Example]:
+    """Call a module. Return the first inputs of each module inside that is called, by its path."""
+    found: dict[str, Example] = {}
+    handles = []
+    for path, part in module.named_modules():
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
+            found.setdefault(path, Example(args, kwargs))
+
+        handles.append(part.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        example.call(module)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
 @torch.no_grad()
 def keeps_state(module: nn.Module, example: Example) -> bool:
     """Whether a model gives something else when it is called again with the same input and random numbers.

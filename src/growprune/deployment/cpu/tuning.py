@@ -87,7 +87,9 @@ def _tiles(
     for spec, key in zip(specs, keys, strict=True):
         if library() is not None and key not in found and not spec.is_depthwise:
             row = known.get(spec.name)
-            found[key] = row.tile if row and row.tile else fastest_tile(spec, threads, 0 if row else share)
+            found[key] = (
+                row.tile if row and isinstance(row.tile, Tile) else fastest_tile(spec, threads, 0 if row else share)
+            )
     return found
 
 

@@ -67,10 +67,24 @@ NEAR_BYTES = 160 << 10
 
 def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
     """(batch, rows), in the dtype of x: the matrix times each of up to 16 samples. The same bits every time."""
-    _check(matrix, x)
-    kernels = _kernels(x)
-    if kernels is None or not x.numel() or not matrix.rows:
+    dtype, device = matrix.values.dtype, matrix.values.device
+    if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES:
+        raise GrowpruneError(
+            f"x must have shape (batch, {matrix.columns}) with a batch of 1 to {MOST_SAMPLES}, got {tuple(x.shape)}"
+        )
+    if x.dtype != dtype or x.dtype not in DTYPES:
+        raise GrowpruneError(
+            f"x and the matrix must have the same dtype, one of bfloat16, float16 and float32, got {x.dtype} and "
+            f"{dtype}: convert one of them"
+        )
+    if x.device != device:
+        raise GrowpruneError(f"x is on {x.device}, but the matrix is on {device}: move one of them")
+    if (not x.is_cuda and not is_interpreted()) or not x.numel() or not matrix.rows:
         return F.linear(x.float(), matrix.dense().float()).to(x.dtype)
+    try:
+        from growprune.deployment.cuda import product_kernels as kernels
+    except ImportError:
+        raise GrowpruneError("sparse products on CUDA need Triton: pip install triton") from None
     x = x.contiguous()
     if isinstance(matrix, LaneMatrix):
         return _lane_product(kernels, matrix, x, tile if isinstance(tile, LaneTile) else LaneTile())
@@ -90,8 +104,7 @@ def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: Lane
     out = _output(x, split, matrix.rows)
     bases = matrix.index if matrix.bases is None else matrix.bases
     tensors = (inputs, matrix.index, bases, matrix.values)
-    scales = matrix.values if matrix.scales is None else matrix.scales
-    rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, scales, out)
+    rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, out)
     numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
     lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
     sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead, tile.is_pinned)
@@ -106,8 +119,7 @@ def _bitmask_product(kernels: ModuleType, matrix: BitmaskMatrix, x: Tensor, tile
     split = _split(tile.split, programs, segments)
     share = max(1, -(-segments // split))
     out = _output(x, split, matrix.rows)
-    scales = matrix.values if matrix.scales is None else matrix.scales
-    tensors = (x, matrix.marks, matrix.starts, matrix.values, scales, out)
+    tensors = (x, matrix.marks, matrix.starts, matrix.values, out)
     sizes = (matrix.rows, matrix.columns, segments, len(x), share, 16, tile.rows, tile.columns, tile.stages)
     _launch(kernels._bitmask_kernel, (programs, split, 1), tensors, sizes, tile.warps)
     return _added_up(kernels, out, x)
@@ -151,17 +163,6 @@ def _launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...]
     launch(kernel, grid, tensors, sizes, num_warps=warps)
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
-    """The kernels where they can run: on CUDA, or interpreted."""
-    if not x.is_cuda and not is_interpreted():
-        return None
-    try:
-        from growprune.deployment.cuda import product_kernels
-    except ImportError:
-        raise GrowpruneError("sparse products on CUDA need Triton: pip install triton") from None
-    return product_kernels
-
-
 def kernel_failures() -> tuple[type[Exception], ...]:
     """What a kernel that does not compile, or does not run here, raises."""
     try:
@@ -174,17 +175,3 @@ def kernel_failures() -> tuple[type[Exception], ...]:
 def is_interpreted() -> bool:
     """Whether Triton runs its kernels on the CPU, in numpy: slow, but without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _check(matrix: Matrix, x: Tensor) -> None:
-    if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES:
-        raise GrowpruneError(
-            f"x must have shape (batch, {matrix.columns}) with a batch of 1 to {MOST_SAMPLES}, got {tuple(x.shape)}"
-        )
-    if x.dtype != matrix.dtype or x.dtype not in DTYPES:
-        raise GrowpruneError(
-            f"x and the matrix must have the same dtype, one of bfloat16, float16 and float32, got {x.dtype} and "
-            f"{matrix.dtype}: convert one of them"
-        )
-    if x.device != matrix.values.device:
-        raise GrowpruneError(f"x is on {x.device}, but the matrix is on {matrix.values.device}: move one of them")
