@@ -55,7 +55,6 @@ def test_a_file_with_int8_values_is_as_specified(small: Path) -> None:
     assert tensors["weight.values"].dtype == torch.int8
     assert tensors["weight.scales"].tolist() == [[2], [SMALLEST_SCALE], [1]]
     assert tensors.keys() == {"weight.values", "weight.scales", "weight.mask"}
-    assert metadata(small)["version"] == "4"
     about = json.loads(metadata(small)["manifest"])["tensors"]["weight"]
     assert (about["dtype"], about["nnz"]) == ("F32", 6)
     assert about["error"] == pytest.approx(math.hypot(0.9, 1, 0.5) / math.hypot(254, 0.9, 101, 0.5, 127))
@@ -308,10 +307,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, Any], None], str]] = {
     "one scale": (
         lambda tensors, about, manifest: tensors.update({"weight.scales": torch.ones(1, 1)}),
         r"has tensor weight.scales as F32 \[1, 1\], but its manifest says F32 \[3, 1\]",
-    ),
-    "version 2": (
-        lambda tensors, about, manifest: about.update(version="2"),
-        "int8 values need file version 4, this file says version 2",
     ),
     "an int8 of integers": (entry(dtype="I64"), "weight has int8 values for torch.int64"),
     "a negative error": (entry(error=-1.0), "weight has an error of -1.0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from pathlib import Path
@@ -37,7 +36,7 @@ def test_a_model_with_another_shape_is_refused(old: Path) -> None:
 
 
 def test_a_model_with_more_or_other_tensors_is_refused(old: Path) -> None:
-    refuse(old, "lacks bias, which the model has: build", nn.Linear(4, 3))
+    refuse(old, "lacks bias, which the model has.*: build", nn.Linear(4, 3))
     refuse(old, "lacks 0.weight, which the model has: build", nn.Sequential(target()))
 
 
@@ -127,25 +126,21 @@ def test_a_file_cut_short_anywhere_is_refused(old: Path) -> None:
 
 
 TAMPERED = {
-    "a version from the future": (
-        lambda tensors, about, manifest: about.update(version="5"),
-        "has version '5' of the format, this growprune reads '2', '3', '4': update growprune",
+    "another version": (
+        lambda tensors, about, manifest: about.update(version="4"),
+        "has version '4' of the format, this growprune reads '5'",
     ),
-    "version 3 without gaps": (
-        lambda tensors, about, manifest: about.update(version="3"),
-        r"has an invalid manifest \(masks without gaps need file version 2, this file says version 3\): it is damaged",
+    "no checksum of the manifest": (
+        lambda tensors, about, manifest: about.pop("manifest_crc32"),
+        r"has an invalid manifest \(KeyError: 'manifest_crc32'\)",
     ),
-    "a version of the past": (
-        lambda tensors, about, manifest: about.update(version="1"),
-        r"has version '1' of the format, which was never released and is no longer read: save it again$",
+    "no checksum of a tensor": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].pop("crc32"),
+        r"has an invalid manifest \(KeyError: 'crc32'\)",
     ),
-    "no digest of the manifest": (
-        lambda tensors, about, manifest: about.pop("manifest_sha256"),
-        r"has an invalid manifest \(KeyError: 'manifest_sha256'\)",
-    ),
-    "no digest of a tensor": (
-        lambda tensors, about, manifest: manifest["tensors"]["weight"].pop("sha256"),
-        r"has an invalid manifest \(KeyError: 'sha256'\)",
+    "no checksum of a mask": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].pop("mask_crc32"),
+        r"has an invalid manifest \(KeyError: 'mask_crc32'\)",
     ),
     "another value": (
         lambda tensors, about, manifest: tensors["weight.values"].copy_(torch.tensor([9, -8, 7.5])),
@@ -335,8 +330,7 @@ def test_dead_blocks_cannot_blow_a_small_file_up(old: Path) -> None:
     def change(tensors: dict[str, Tensor], about: dict[str, str], manifest: dict[str, Any]) -> None:
         tensors["weight.values"], tensors["weight.mask"] = torch.zeros(0), torch.zeros(1 << 10, dtype=torch.uint8)
         manifest["pattern"] = "1024x1024"
-        digest = hashlib.sha256(bytes(1 << 10)).hexdigest()
-        about_weight = {"shape": [1 << 23, 1 << 10], "matrices": [[0, 1 << 23]], "nnz": 0, "mask_sha256": digest}
+        about_weight = {"shape": [1 << 23, 1 << 10], "matrices": [[0, 1 << 23]], "nnz": 0}
         manifest["tensors"]["weight"].update(about_weight)
 
     huge = tampered(old, change)

@@ -24,7 +24,6 @@ from growprune.files.atomic import replacing
 from growprune.files.exporters import to_dense, to_onnx, to_openvino, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
-from growprune.files.manifest import WITH_INT8
 from growprune.files.model_card import write_model_card
 from growprune.files.pretrained import save_pretrained
 from growprune.files.quantized import check_values
@@ -193,7 +192,7 @@ def _write(
 
 def _write_again(source: Path, dest: Path, values: str | None) -> None:
     """Write a sparse file with its settings, which no name says. It was checked when it was read."""
-    if values is not None and file.manifest(source)["version"] != WITH_INT8:
+    if values is not None and not any("scales_crc32" in about for about in file.manifest(source)["tensors"].values()):
         rewrite_as_int8(source, dest)
         return
     with source.open("rb") as read, replacing(dest) as written:

@@ -13,14 +13,13 @@ from torch import nn
 
 from growprune.files.importers.compressed_tensors import COMPRESSED_TENSORS
 from growprune.files.importers.contents import Source, open_contents
-from growprune.files.importers.foreign_formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
+from growprune.files.importers.foreign_formats import DENSE, GROWPRUNE, TORCH_PRUNE
 from growprune.files.importers.imported import Imported, Importer
 from growprune.sparse.model import SparseModel
 
 IMPORTERS: dict[str, Importer] = {
     "growprune": GROWPRUNE,
     "compressed-tensors": COMPRESSED_TENSORS,
-    "apex-asp": APEX_ASP,
     "torch-prune": TORCH_PRUNE,
     "dense": DENSE,
 }

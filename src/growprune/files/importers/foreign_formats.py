@@ -1,8 +1,7 @@
-"""The formats of growprune itself, of torch.nn.utils.prune, of apex ASP, and plain dense checkpoints."""
+"""The formats of growprune itself, of torch.nn.utils.prune, and plain dense checkpoints."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from growprune.errors import GrowpruneError
@@ -13,9 +12,6 @@ from growprune.files.manifest import FORMAT
 from growprune.files.reader import open_sparse
 
 ORIGINAL, MASK = "_orig", "_mask"
-ASP_MASK = re.compile(r"(.*\.)?__([^.]+)_mma_mask")
-ASP_PRUNED = re.compile(r"(.*\.)?__([^.]+)_mma_pruned_p")
-"""The pruned values that `allow_recompute_mask` keeps. They are not imported."""
 
 
 def _is_ours(contents: Contents) -> bool:
@@ -48,42 +44,19 @@ def _read_torch_prune(contents: Contents) -> Imported:
     return with_masks(contents, "torch-prune", tensors, {name: contents.tensors[f"{name}{MASK}"] for name in pruned})
 
 
-def _asp_masks(contents: Contents) -> dict[str, str]:
-    """Map each mask to its weight: `weight`, pruned in place, has the buffer `__weight_mma_mask`."""
-    found = {name: ASP_MASK.fullmatch(name) for name in contents.tensors}
-    return {name: f"{match[1] or ''}{match[2]}" for name, match in found.items() if match}
-
-
-def _read_asp(contents: Contents) -> Imported:
-    masks = _asp_masks(contents)
-    for name, weight in masks.items():
-        if weight not in contents.tensors:
-            raise GrowpruneError(
-                f"{contents.where} has {name}, but no {weight}: it is damaged, download or save it again"
-            )
-    tensors = {n: t for n, t in contents.tensors.items() if n not in masks and not ASP_PRUNED.fullmatch(n)}
-    return with_masks(contents, "apex-asp", tensors, {weight: contents.tensors[n] for n, weight in masks.items()})
-
-
 def _read_dense(contents: Contents) -> Imported:
     """Read a dense checkpoint, where only zeros show what was pruned."""
-    if lost := _values_of_ours(contents):
-        raise GrowpruneError(
-            f"{contents.where} has {lost} and its mask, like a sparse file of growprune, but lacks its metadata: it is "
-            f"damaged, download or save it again"
-        )
+    for name, tensor in contents.tensors.items():
+        stem = name.removesuffix(".values")
+        if stem != name and tensor.dim() == 1 and not {f"{stem}.mask", f"{stem}.gaps"}.isdisjoint(contents.tensors):
+            raise GrowpruneError(
+                f"{contents.where} has {name} and its mask, like a sparse file of growprune, but lacks its metadata: "
+                f"it is damaged, download or save it again"
+            )
     tensors = dict(contents.tensors)
     return Imported("dense", tensors, masks_by_zeros(tensors), contents.aliases, contents.notes)
 
 
-def _values_of_ours(contents: Contents) -> str | None:
-    """Return the name of live values with a mask, which no dense checkpoint has."""
-    names = (name for name, tensor in contents.tensors.items() if name.endswith(".values") and tensor.dim() == 1)
-    masks = (".mask", ".gaps")
-    return next((n for n in names if any(n.removesuffix(".values") + m in contents.tensors for m in masks)), None)
-
-
 GROWPRUNE = Importer(_is_ours, _read_ours)
 TORCH_PRUNE = Importer(lambda contents: bool(_pruned_by_torch(contents)), _read_torch_prune)
-APEX_ASP = Importer(lambda contents: bool(_asp_masks(contents)), _read_asp)
 DENSE = Importer(lambda contents: True, _read_dense)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.filling import fill_model, matching_names
+from growprune.files.filling import fill_model
 from growprune.files.importers.contents import Contents
-from growprune.masks.layers import Weight, prunable_weights
+from growprune.files.reader import matching_names
+from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import LEAST, masks_of_zeros
 from growprune.sparse.model import SparseModel
@@ -62,19 +63,28 @@ class Imported:
         names = {ours: theirs[name] for ours, name in matched.items()}
         chosen = {name: settings.get(name, ()) for name in ("keep_dense", "include")}
         weights = prunable_weights(model, **chosen)
-        masks = _masks_for(weights, names, self.masks, pattern)
-        self._warn_of_dense(names, {weight.parameter for weight in weights})
-        settings.setdefault("sparsity", _share_of_dead(weights, masks))
-        settings.setdefault("allocation", "global")
-        sparse = SparseModel(model, pattern=pattern, **settings)
-        fill_model(sparse, names, lambda name: self.tensors[names[name]], masks.get)
-        return sparse
-
-    def _warn_of_dense(self, names: Mapping[str, str], prunable: set[str]) -> None:
         if not self.masks:
             warn(f"the {self.format} source has no sparse weights, so all weights are live")
+        prunable = {weight.parameter for weight in weights}
         if dense := [name for name, theirs in names.items() if theirs in self.masks and name not in prunable]:
             warn(f"{', '.join(dense[:5])} is sparse in the source, but dense in the model: add it to include")
+        masks = {name: self.masks[names[name]] for name in prunable if names[name] in self.masks}
+        if masks and not pattern.is_single:  # a block is live if any of its weights is
+            as_model = bare_model({name: mask.to(torch.uint8) for name, mask in masks.items()})
+            masks = masks_of_zeros(as_model.get_parameter, [w for w in weights if w.parameter in masks], pattern)
+        total = sum(math.prod(weight.shape) for weight in weights)
+        dead = sum(
+            weight.numel - int(torch.count_nonzero(weight.of(masks[weight.parameter])))
+            for weight in weights
+            if weight.parameter in masks
+        )
+        if dead == total:
+            raise GrowpruneError("all prunable weights of the source are zero, so there is nothing to load")
+        sparse = SparseModel(
+            model, **{"pattern": pattern, "sparsity": dead / total, "allocation": "global", **settings}
+        )
+        fill_model(sparse, names, lambda name: self.tensors[names[name]], masks.get)
+        return sparse
 
 
 @dataclass(frozen=True)
@@ -149,30 +159,3 @@ def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
         module.register_parameter(local, parameter)
     except (AttributeError, KeyError, TypeError) as error:
         raise GrowpruneError(f"a model cannot have a tensor named {name!r} with the others ({error.args[0]})") from None
-
-
-def _masks_for(
-    weights: tuple[Weight, ...], names: Mapping[str, str], masks: Mapping[str, Tensor], pattern: Pattern
-) -> dict[str, Tensor]:
-    """Return the masks of the model's parameters. A block is live if any of its weights is."""
-    found = {}
-    for weight in weights:
-        if (theirs := masks.get(names[weight.parameter])) is not None:
-            found[weight.parameter] = theirs
-    if pattern.is_single or not found:
-        return found
-    sparse = [weight for weight in weights if weight.parameter in found]
-    as_model = bare_model({name: mask.to(torch.uint8) for name, mask in found.items()})
-    return masks_of_zeros(as_model.get_parameter, sparse, pattern)
-
-
-def _share_of_dead(weights: tuple[Weight, ...], masks: Mapping[str, Tensor]) -> float:
-    total = sum(math.prod(weight.shape) for weight in weights)
-    dead = sum(
-        weight.numel - int(torch.count_nonzero(weight.of(masks[weight.parameter])))
-        for weight in weights
-        if weight.parameter in masks
-    )
-    if dead == total:
-        raise GrowpruneError("all prunable weights of the source are zero, so there is nothing to load")
-    return dead / total
