@@ -60,7 +60,7 @@ def load_run(folder: str, seconds: float) -> tuple[Any, Any, Callable[[], Any]]:
     import torch
 
     import growprune as gp
-    from growprune.cli.deploying import open_model
+    from bench import open_model
     from growprune.tasks.translation.transformer import Transformer
 
     torch.manual_seed(0)
