@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton_interpreter import mend_interpreter, on_the_gpu
 
-import growprune as gp
-from growprune.deployment.cuda import graphed
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
+from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.formats import LaneMatrix, bitmask_matrix, lane_matrix
 from growprune.deployment.cuda.linear import SparseLinear
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile, product

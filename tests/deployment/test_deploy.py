@@ -410,7 +410,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
     [
         (lambda about: about["rows"][0].update(choice=[]), "is damaged .ValueError: a choice is"),
         (lambda about: about["rows"][0].update(layer=7), "is damaged .TypeError: 7 is not a string"),
-        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is not a valid time"),
+        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is not a number from 0"),
         (
             lambda about: about["rows"][0]["tile"].update(threads=4096),
             "is damaged .ValueError: a layer has more",
@@ -885,10 +885,10 @@ def normed() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda d: d.half(), "in torch.float32 and cannot become torch.float16: the CPU kernels only support float32"),
-        (lambda d: d.to(torch.bfloat16), "in torch.float32 and cannot become torch.bfloat16: the CPU kernels"),
-        (lambda d: d.double(), "in torch.float32 and cannot become torch.float64: the CPU kernels"),
-        (lambda d: d.to("meta"), "on cpu and cannot be moved to meta: change the original model and deploy it again"),
+        (lambda d: d.half(), "cannot become torch.float16"),
+        (lambda d: d.to(torch.bfloat16), "cannot become torch.bfloat16"),
+        (lambda d: d.double(), "cannot become torch.float64"),
+        (lambda d: d.to("meta"), "cannot become torch.float32 on meta"),
     ],
 )
 def test_a_deployed_model_refuses_another_dtype_or_device(change: Any, error: str, whole: bool) -> None:
@@ -958,7 +958,7 @@ def test_a_model_that_is_deployed_in_half_precision_stays_in_torch_and_in_that()
     with pytest.warns(UserWarning, match=r"no sparse weights in float32, .* but some in torch.float16: it stays"):
         deployed = gp.deploy(model, x)
     assert deployed.half()(x).dtype == torch.float16
-    with pytest.raises(gp.GrowpruneError, match=r"cannot become torch.float32: change the original model and deploy"):
+    with pytest.raises(gp.GrowpruneError, match=r"cannot become torch.float32"):
         deployed.float()
 
 

@@ -273,7 +273,10 @@ TAMPERED = {
         "has a mask of weight whose CRC-32 does not match the manifest",
     ),
     "a bit behind the end": (
-        lambda tensors, about, manifest: tensors["weight.mask"].copy_(torch.tensor([33, 24])),
+        lambda tensors, about, manifest: (
+            tensors["weight.mask"].copy_(torch.tensor([33, 24])),
+            manifest["tensors"]["weight"].update(mask_crc32=zlib.crc32(bytes([33, 24]))),
+        ),
         "has a mask of weight with bits set after its end",
     ),
     "a tensor lost": (lambda tensors, about, manifest: tensors.pop("weight.mask"), "lacks tensor weight.mask"),

@@ -70,11 +70,11 @@ def _packages() -> Iterator[Finding]:
     yield Finding("growprune", "ok", growprune.__version__)
     extras: dict[str, list[str]] = {"": []}
     for line in (importlib.metadata.requires("growprune") or []) if _version("growprune") else []:
-        extra = re.search(r"extra == .(\w+)", line)
-        extras.setdefault(extra[1] if extra else "", []).append(re.split(r"[^\w.-]", line)[0])
-    for extra in ("dev", "dist", "docs", "tasks"):  # for developers, or made of others
-        extras.pop(extra, None)
+        needed_by = re.search(r"extra == .(\w+)", line)
+        extras.setdefault(needed_by[1] if needed_by else "", []).append(re.split(r"[^\w.-]", line)[0])
     for extra, names in extras.items():
+        if extra in ("dev", "dist", "docs", "tasks"):  # for developers, or made of others
+            continue
         missing = [name for name in names if _version(name) is None]
         name = f"extra {extra}" if extra else "required"
         if missing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from growprune.deployment.example import Example, first_line
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
+from growprune.files.atomic import replacing
 
 DEPLOY_AGAIN = "change the original model and deploy it again, with device='cpu' or 'cuda'"
 
@@ -62,25 +64,17 @@ def stay_as_made(module: nn.Module, change: Callable[[Tensor], Tensor], recurse:
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = vars(module).get("device", torch.device("cpu"))  # of a Deployed; parts are on the CPU
     for dtype in {tensor.dtype for tensor in tensors if tensor.is_floating_point()} or {torch.float32}:
-        _check_no_change(change, torch.empty(0, dtype=dtype, device=device))
+        try:
+            changed = change(torch.empty(0, dtype=dtype, device=device))
+        except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
+            said = first_line(error)
+            raise GrowpruneError(f"a deployed model cannot be converted ({said}): {DEPLOY_AGAIN}") from None
+        if (changed.device, changed.dtype) != (device, dtype):
+            raise GrowpruneError(
+                f"the model is deployed in {dtype} on {device} and cannot become {changed.dtype} on {changed.device}: "
+                f"{DEPLOY_AGAIN} (the CPU kernels only support float32)"
+            )
     return module
-
-
-def _check_no_change(change: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
-    """Raise if a tensor such as those of a deployed model would get another dtype or device."""
-    try:
-        changed = change(tensor)
-    except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
-        said = first_line(error)
-        raise GrowpruneError(f"a deployed model cannot be converted ({said}): {DEPLOY_AGAIN}") from None
-    if changed.device != tensor.device:
-        raise GrowpruneError(
-            f"the model is deployed on {tensor.device} and cannot be moved to {changed.device}: {DEPLOY_AGAIN}"
-        )
-    if changed.dtype != tensor.dtype:
-        is_of_kernels = (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
-        advice = "the CPU kernels only support float32" if is_of_kernels else DEPLOY_AGAIN
-        raise GrowpruneError(f"the model is deployed in {tensor.dtype} and cannot become {changed.dtype}: {advice}")
 
 
 class Deployed(nn.Module):
@@ -120,19 +114,16 @@ class Deployed(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state if the model runs in torch; raise otherwise, since sparse kernels hold none."""
-        self._check_in_torch()
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state if the model runs in torch; raise otherwise."""
-        self._check_in_torch()
-        return super().load_state_dict(*args, **kwargs)
-
-    def _check_in_torch(self) -> None:
         if not self.is_in_torch:
             raise GrowpruneError(
                 "a deployed model has no state_dict: use deployed.save(folder), or the state_dict of the original model"
             )
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state if the model runs in torch; raise otherwise."""
+        self.state_dict()
+        return super().load_state_dict(*args, **kwargs)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +154,7 @@ class Deployed(nn.Module):
         finally:
             self._swapped.put(deployed=True)
         about = {
+            "format": deployed_folder.FORMAT,
             "device": self.device.type,
             "machine": deployed_folder.machine(self.device),
             "is_whole": self._whole,
@@ -171,4 +163,5 @@ class Deployed(nn.Module):
             "origin": dict(origin or {}),
             **self.table.to_dict(),
         }
-        deployed_folder.save_about(Path(folder), about)
+        with replacing(Path(folder) / deployed_folder.ABOUT) as written:
+            written.write((json.dumps(about, indent=1) + "\n").encode())

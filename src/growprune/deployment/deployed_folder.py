@@ -29,7 +29,6 @@ from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.atomic import replacing
 from growprune.masks.zeros import masks_of_zeros
 from growprune.sparse.model import SparseModel
 
@@ -48,7 +47,7 @@ CHOICES = ("sparse", "dense", "torch")
 
 
 def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any]) -> None:
-    """Begin the folder. Until `save_about` ends it, it is known to be incomplete."""
+    """Begin the folder. Until its JSON ends it, it is known to be incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in skeleton.module.parameters()}
@@ -65,21 +64,12 @@ def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any]) 
     file.save(sparse, folder / WEIGHTS)
 
 
-def save_about(folder: Path, about: Mapping[str, Any]) -> None:
-    """End the folder with its JSON."""
-    with replacing(folder / ABOUT) as written:
-        written.write((json.dumps({"format": FORMAT, **about}, indent=1) + "\n").encode())
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """What a measurement is valid for."""
-    if device.type == "cuda":
-        return {"gpu": _digest(torch.cuda.get_device_name(device)), "torch": torch.__version__}
-    return {"cpu": _digest(cpu_model()), "threads": torch.get_num_threads(), "torch": torch.__version__}
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    is_gpu = device.type == "cuda"
+    model = torch.cuda.get_device_name(device) if is_gpu else cpu_model()
+    digest = hashlib.sha256(model.encode()).hexdigest()[:16]
+    return {device.type: digest, "threads": 0 if is_gpu else torch.get_num_threads(), "torch": torch.__version__}
 
 
 def encoded(value: Any) -> Any:
@@ -143,7 +133,7 @@ def _row(row: Mapping[str, Any]) -> Row:
         }
         tile = kind(**options)
     dense_ms, sparse_ms = (_milliseconds(row[name]) for name in ("dense_ms", "sparse_ms"))
-    layer, shape, sparsity = _text(row["layer"]), _text(row["shape"]), _number(row["sparsity"], 1, "sparsity")
+    layer, shape, sparsity = _text(row["layer"]), _text(row["shape"]), _number(row["sparsity"], 1)
     return Row(layer, shape, sparsity, dense_ms, sparse_ms, choice, tile, format)
 
 
@@ -157,7 +147,12 @@ def read_example(content: Any) -> Example:
 def _decode(content: Any) -> Any:
     ((kind, value),) = content.items()
     if kind == "tensor":
-        return _tensor(value)
+        dtype, shape = getattr(torch, _text(value["dtype"])), [_whole(size, 0, 1 << 40) for size in value["shape"]]
+        if not isinstance(dtype, torch.dtype) or len(shape) > 64:
+            raise TypeError(f"a tensor is {len(shape)}-dimensional and of {value['dtype']!r}")
+        if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
+            raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
+        return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
     if kind in ("tuple", "list"):
         items = [_decode(item) for item in value]
         return tuple(items) if kind == "tuple" else items
@@ -168,29 +163,20 @@ def _decode(content: Any) -> Any:
     return value
 
 
-def _tensor(about: Mapping[str, Any]) -> Tensor:
-    dtype, shape = getattr(torch, _text(about["dtype"])), [_whole(size, 0, 1 << 40) for size in about["shape"]]
-    if not isinstance(dtype, torch.dtype) or len(shape) > 64:
-        raise TypeError(f"a tensor is {len(shape)}-dimensional and of {about['dtype']!r}")
-    if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
-        raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
-    return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
-
-
 def _whole(number: object, low: int, high: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
         raise ValueError(f"{str(number)[:20]} is not an integer from {low} to {high}")
     return number
 
 
-def _number(number: object, high: float, what: str) -> float:
+def _number(number: object, high: float) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= high:
-        raise ValueError(f"{str(number)[:20]} is not a valid {what}")
+        raise ValueError(f"{str(number)[:20]} is not a number from 0 to {high}")
     return float(number)
 
 
 def _milliseconds(number: object) -> float | None:
-    return None if number is None else _number(number, 1e12, "time")
+    return None if number is None else _number(number, 1e12)
 
 
 def _text(text: object) -> str:

@@ -83,9 +83,7 @@ class SparseFile:
 
     def mask(self, entry: Entry) -> Tensor:
         """Return the mask as bools, after checking it against the manifest and the number of values."""
-        if not entry.is_sparse:
-            return torch.ones(entry.shape, dtype=torch.bool)
-        return unpack(self.bits(entry), entry.shape)
+        return unpack(self.bits(entry), entry.shape) if entry.is_sparse else torch.ones(entry.shape, dtype=torch.bool)
 
     def bits(self, entry: Entry) -> Tensor:
         """Return the mask as bits in row-major order, eight to a byte, the first in the lowest bit.
@@ -94,23 +92,45 @@ class SparseFile:
         """
         if not entry.is_sparse:
             return pack(torch.ones(entry.numel, dtype=torch.bool))
-        bits = row_major(self._stored_bits(entry), entry.shape, entry.weights, self.pattern)
+        count = num_bits(entry.weights, self.pattern)  # of the matrices, one per weight or block
+        stored = self._checked(entry.mask_name, entry.mask_crc32, f"a mask of {entry.name}")
+        if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
+            self.refuse(f"has a mask of {entry.name} with bits set after its end")
+        try:
+            stored = stored if entry.gaps is None else from_gaps(stored, count)
+        except GrowpruneError as error:
+            self.refuse(f"has a mask of {entry.name} with {error}")
+        bits = row_major(stored, entry.shape, entry.weights, self.pattern)
         if (alive := count_bits(bits)) != entry.nnz:
             self.refuse(f"has a mask of {entry.name} with {alive} live weights, but {entry.nnz} values")
         return bits
 
-    def _stored_bits(self, entry: Entry) -> Tensor:
-        """Return the bits of the matrices, one per weight or block."""
-        count = num_bits(entry.weights, self.pattern)
-        stored = self._handle.get_tensor(entry.mask_name)
-        assert isinstance(stored, Tensor)
-        if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
-            self.refuse(f"has a mask of {entry.name} with bits set after its end")
-        self._check_sum(stored, entry.mask_crc32, f"a mask of {entry.name}")
-        try:
-            return stored if entry.gaps is None else from_gaps(stored, count)
-        except GrowpruneError as error:
-            self.refuse(f"has a mask of {entry.name} with {error}")
+    def values(self, entry: Entry) -> Tensor:
+        """Return a tensor as it is stored, or the values of a prunable parameter in row-major order, as a view."""
+        name = f"{entry.name}.values" if entry.is_sparse else entry.name
+        tensor = self._checked(name, entry.crc32, f"values of {entry.name}")
+        return tensor.view(-1) if entry.weights else tensor
+
+    def live(self, entry: Entry) -> tuple[Tensor, Tensor]:
+        """Return the live values of a prunable parameter in its dtype, in row-major order, and its mask as bits.
+
+        Both are checked, and views of the file where possible; int8 values are dequantized.
+        """
+        bits, values = self.bits(entry), self.values(entry)
+        if entry.scales_crc32 is None:
+            return values, bits
+        scales = self._checked(f"{entry.name}.scales", entry.scales_crc32, f"scales of {entry.name}")
+        return dequantize(values, scales, unpack(bits, entry.shape), entry.dtype), bits
+
+    def dense(self, entry: Entry) -> Tensor:
+        if not entry.weights:
+            return self.values(entry).clone()
+        values, bits = self.live(entry)
+        if not entry.is_sparse:
+            return values.view(entry.shape).clone()
+        dense, mask = torch.empty(entry.numel, dtype=values.dtype), torch.empty(entry.numel, dtype=torch.bool)
+        scatter_live(dense, mask, values, bits)
+        return dense.view(entry.shape)
 
     def everything(self, *, copied: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Return every tensor in the form of `SparseModel.restore`, fully checked.
@@ -134,52 +154,22 @@ class SparseFile:
             small = {e.name: read(e) for e in self.entries.values() if e.name not in large}
             return {name: large[name].result() if name in large else small[name] for name in self.entries}
 
-    def live(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """Return the live values of a prunable parameter in its dtype, in row-major order, and its mask as bits.
-
-        Both are checked, and views of the file where possible; int8 values are dequantized.
-        """
-        bits, values = self.bits(entry), self.values(entry)
-        if entry.scales_crc32 is None:
-            return values, bits
-        return dequantize(values, self.scales(entry), unpack(bits, entry.shape), entry.dtype), bits
-
-    def scales(self, entry: Entry) -> Tensor:
-        """Return the scales of int8 values, after checking them."""
-        tensor = self._handle.get_tensor(f"{entry.name}.scales")
-        assert isinstance(tensor, Tensor)
-        self._check_sum(tensor, entry.scales_crc32, f"scales of {entry.name}")
-        return tensor
-
-    def values(self, entry: Entry) -> Tensor:
-        """Return a tensor as it is stored, or the values of a prunable parameter in row-major order.
-
-        It is a view of the file. Its checksum is checked.
-        """
-        tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
-        assert isinstance(tensor, Tensor)
-        self._check_sum(tensor, entry.crc32, f"values of {entry.name}")
-        return tensor.view(-1) if entry.weights else tensor
-
-    def _check_sum(self, tensor: Tensor, saved: int | None, what: str) -> None:
-        """Raise if bytes differ from those that were saved."""
+    def _checked(self, name: str, saved: int | None, what: str) -> Tensor:
+        """Return a tensor of the file. Raise if its bytes differ from those that were saved."""
+        tensor: Tensor = self._handle.get_tensor(name)
         if crc32(tensor) != saved:
             self.refuse(f"has {what} whose CRC-32 does not match the manifest")
-
-    def dense(self, entry: Entry) -> Tensor:
-        if not entry.weights:
-            return self.values(entry).clone()
-        values, bits = self.live(entry)
-        if not entry.is_sparse:
-            return values.view(entry.shape).clone()
-        dense, mask = torch.empty(entry.numel, dtype=values.dtype), torch.empty(entry.numel, dtype=torch.bool)
-        scatter_live(dense, mask, values, bits)
-        return dense.view(entry.shape)
+        return tensor
 
     def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
+        """Make a model sparse with the settings of the file. Raise if other matrices of it would be pruned."""
         settings = {name: self.manifest[name] for name in SETTINGS}
         try:
-            self._check_weights(model)
+            weights = prunable_weights(model, keep_dense=settings["keep_dense"], include=settings["include"])
+            for name in dict.fromkeys([*(w.parameter for w in weights), *(e.name for e in self.prunable)]):
+                mine = [(w.rows, w.transposed) for w in weights if w.parameter == name]
+                if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
+                    raise GrowpruneError(f"the file has other matrices in {name}: build the model that was saved")
             return SparseModel(model, storage=storage, **settings)
         except (KeyError, TypeError, ValueError) as error:
             raise GrowpruneError(f"{self.path} does not fit the model: {one_line(error)}") from error
@@ -200,15 +190,6 @@ class SparseFile:
         self.num_edits = whole(manifest["num_edits"])
         self.entries = {name: parse_entry(name, about) for name, about in manifest["tensors"].items()}
         self.aliases = {str(alias): str(name) for alias, name in manifest["aliases"].items()}
-
-    def _check_weights(self, model: nn.Module) -> None:
-        """Raise if the model would be pruned in other places, before it is made sparse."""
-        names = {name: self.manifest[name] for name in ("keep_dense", "include")}
-        weights = prunable_weights(model, **names)
-        for name in dict.fromkeys([*(w.parameter for w in weights), *(e.name for e in self.prunable)]):
-            mine = [(w.rows, w.transposed) for w in weights if w.parameter == name]
-            if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
-                raise GrowpruneError(f"the file has other matrices in {name}: build the model that was saved")
 
     def _check_header(self) -> None:
         """Raise unless the file has exactly the tensors of the manifest, with its dtypes and shapes."""

@@ -50,25 +50,25 @@ def save_sharded_checkpoint(
         sparse, optimizer: the model, and the optimizer that is attached to it.
         cursor: the cursor of the plan, if the model is trained with one.
     """
-    folder, own = Path(folder), sparse
-    own.notice_shards()
+    folder = Path(folder)
+    sparse.notice_shards()
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} already has a checkpoint: use a new folder, such as state-{{iteration}}")
     place = None if cursor is None else cursor.state_dict()
     if place is not None and (place.get("base") is not None or place["rule"]):
         # a fork holds copies of whole parts, which would have to be checkpointed on every rank
         raise GrowpruneError("a sharded model cannot be checkpointed inside a fork, or inside a phase with a rule")
-    averages = {f"averages.{name}": average for name, average in own.gradients.averages.items()}
+    averages = {f"averages.{name}": average for name, average in sparse.gradients.averages.items()}
     tensors = {**_model(sparse), **_masks(sparse), **_optimizer_tensors(sparse, optimizer), **_gradients(sparse)}
     tensors |= averages
     index = {
         "format": "growprune-state",
         "version": VERSION,
-        "num_edits": own.editor.num_edits,
-        "settings": own.decisive,
-        "alive": {name: parameter.parameter.numel() for name, parameter in own.stored.items()},
+        "num_edits": sparse.editor.num_edits,
+        "settings": sparse.decisive,
+        "alive": {name: parameter.parameter.numel() for name, parameter in sparse.stored.items()},
         "cursor": place,
-        "gradients": own.gradients.flags(),
+        "gradients": sparse.gradients.flags(),
         "watched": [key for key in tensors if key.startswith("gradients.")],
         "averages": list(averages),
         "optimizer": None if optimizer is None else _optimizer_index(sparse, optimizer),
@@ -100,13 +100,13 @@ def load_sharded_checkpoint(
         sparse: the model to fill.
         cursor: the cursor of the plan, if it was saved with one.
     """
-    folder, own = Path(folder), sparse
-    own.notice_shards()
+    folder = Path(folder)
+    sparse.notice_shards()
     index = read_index(folder)
-    if differing := sorted(set(index["alive"]) ^ set(own.stored)):
+    if differing := sorted(set(index["alive"]) ^ set(sparse.stored)):
         raise GrowpruneError(f"{folder} belongs to another model: only one of the two has {differing[0]}")
     masks = {
-        f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in own.stored.items()
+        f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
     }
     averages = _empty_averages(sparse, index["averages"])
     _read(folder, {**masks, **averages})
@@ -120,7 +120,7 @@ def load_sharded_checkpoint(
     watched = _empty_gradients(sparse, index["watched"])
     _read(folder, {**tensors, **watched})
     shares = _named(watched, "gradients.").items()
-    own.gradients.take_shares({name: p.to_local() if isinstance(p, DTensor) else p for name, p in shares})
+    sparse.gradients.take_shares({name: p.to_local() if isinstance(p, DTensor) else p for name, p in shares})
     if cursor is not None:
         cursor.load_state_dict(index["cursor"])
 
@@ -143,9 +143,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         )
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if index.get("format") != "growprune-state" or index.get("version") != VERSION:
-        is_older = index.get("version") == 1
-        remedy = "it was never released, so train again" if is_older else "update growprune"
-        raise GrowpruneError(f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}: {remedy}")
+        found = f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}"
+        raise GrowpruneError(f"{found}: train again, or update growprune")
     return index
 
 
