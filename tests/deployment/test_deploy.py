@@ -25,6 +25,7 @@ from growprune.deployment.cpu import library, tuning
 from growprune.deployment.example import Example
 from growprune.deployment.graph.places import Strides, as_matrix, feature_major
 from growprune.deployment.graph.program import assign
+from growprune.deployment.layer_table import Table
 from growprune.deployment.parts import MOST_PLANS, LinearPart, Part
 from growprune.deployment.skeleton import skeleton_of
 from growprune.tasks.classification.resnet import ResNet
@@ -861,45 +862,11 @@ def test_buffers_that_are_needed_at_once_never_overlap(buffers: list[tuple[int, 
             assert apart or not meets
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps, lambda d: torch.save(d, io.BytesIO())])
-def test_a_deployed_model_says_that_it_cannot_be_copied(make: Any, whole: bool) -> None:
-    deployed = gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 16))), torch.randn(2, 16), seconds=0, whole=whole)
-    with pytest.raises(
-        gp.GrowpruneError, match=r"is deployed and can be neither copied nor pickled: use deployed.save"
-    ):
-        make(deployed)
-    if whole or make is not copy.copy:  # a shallow copy of the model has the same layers
-        with pytest.raises(gp.GrowpruneError, match="neither copied nor pickled"):
-            make(deployed.module)
-
-
 def normed() -> nn.Sequential:
     """What a batch norm gives tells whether it is trained."""
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     nn.init.uniform_(model[1].running_mean, -1, 1)  # type: ignore[arg-type]
     return model
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda d: d.half(), "cannot become torch.float16"),
-        (lambda d: d.to(torch.bfloat16), "cannot become torch.bfloat16"),
-        (lambda d: d.double(), "cannot become torch.float64"),
-        (lambda d: d.to("meta"), "cannot become torch.float32 on meta"),
-    ],
-)
-def test_a_deployed_model_refuses_another_dtype_or_device(change: Any, error: str, whole: bool) -> None:
-    x = torch.randn(4, 16)
-    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
-    before = deployed(x)
-    with pytest.raises(gp.GrowpruneError, match=error):
-        change(deployed)
-    assert torch.equal(deployed(x), before)
-    with pytest.raises(gp.GrowpruneError, match=error):
-        change(deployed.module)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is where to move it")
@@ -921,24 +888,6 @@ def test_what_changes_nothing_can_be_asked_of_a_deployed_model(whole: bool) -> N
         assert same is deployed
     assert deployed.to_empty(device="cpu").train(False) is deployed
     assert torch.equal(deployed(x), before)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_deployed_model_cannot_be_trained(whole: bool) -> None:
-    x = torch.randn(4, 16)
-    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
-    before = deployed(x)
-    with pytest.raises(gp.GrowpruneError, match="cannot be trained: train the original model and deploy it again"):
-        deployed.train()
-    assert torch.equal(deployed(x), before)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_deployed_model_has_no_state_dict_that_lacks_its_sparse_weights(whole: bool) -> None:
-    deployed = gp.deploy(sparse_of(normed()), torch.randn(4, 16), seconds=0, whole=whole)
-    for ask in (deployed.state_dict, lambda: deployed.load_state_dict({})):
-        with pytest.raises(gp.GrowpruneError, match=r"has no state_dict: use deployed.save\(folder\)"):
-            ask()
 
 
 def test_what_stays_in_torch_has_its_state_dict() -> None:
@@ -967,3 +916,37 @@ def test_a_layer_in_the_place_of_another_has_its_attributes() -> None:
     layer = deployed.module[0]  # type: ignore[index]
     assert (layer.in_features, layer.out_features) == (16, 8)
     assert not hasattr(layer, "nothing")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda d: d.half(), "cannot become torch.float16"),
+        (lambda d: d.double(), "cannot become torch.float64"),
+        (lambda d: d.to("meta"), "cannot become torch.float32 on meta"),
+        (copy.deepcopy, "neither copied nor pickled"),
+        (pickle.dumps, "neither copied nor pickled"),
+        (lambda d: torch.save(d, io.BytesIO()), "neither copied nor pickled"),
+        (lambda d: d.train(), "cannot be trained"),
+        (lambda d: d.state_dict(), "has no state_dict"),
+        (lambda d: d.load_state_dict({}), "has no state_dict"),
+    ],
+)
+def test_deployed_model_refuses_to_be_changed_or_copied(change: Any, error: str, whole: bool) -> None:
+    x = torch.randn(4, 16)
+    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
+    before = deployed(x)
+    with pytest.raises(gp.GrowpruneError, match=error):
+        change(deployed)
+    if "become" in error or "copied" in error:
+        with pytest.raises(gp.GrowpruneError, match=error):
+            change(deployed.module)
+    assert torch.equal(deployed(x), before)
+
+
+def test_printed_table_shortens_what_stays_in_torch() -> None:
+    reasons = tuple(f"layer {i} (ValueError: {'long ' * 30})" for i in range(10))
+    table = Table((), in_torch=reasons)
+    assert max(map(len, str(table).splitlines())) <= 260 and "layer 0" in str(table)
+    assert table.to_dict()["in_torch"] == reasons

@@ -321,13 +321,6 @@ def test_a_sparse_file_goes_to_sparse_as_it_is(model: Path, tmp_path: Path) -> N
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    save_file(zeroed(), tmp_path / "new.safetensors", metadata={"format": "growprune", "version": "99"})
-    line = refused(tmp_path / "new.safetensors", tmp_path / "out.safetensors")
-    assert "has version '99' of the format" in line
-    assert line.endswith("update growprune")
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -192,13 +192,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         with_gaps([*GAPS[:-1], 255, 255, 206]),
         "a mask of weight with gaps that reach bit 2049 of 2048",
     ),
-    "gaps far beyond the end": (
-        with_gaps([65_535] * 100_000, torch.uint16),
-        r"a mask of weight with gaps that reach bit \d+ of 2048",
-    ),
-    "too many dead ones behind the last": (with_gaps([*GAPS, 255, 255, 255]), "gaps that reach bit 2266 of 2048"),
     "too many alive": (with_gaps([*GAPS[:7], 0, 0]), "a mask of weight with 7 live weights, but 6 values"),
-    "too few alive": (with_gaps(GAPS[:7]), "a mask of weight with 5 live weights, but 6 values"),
     "no gaps": (with_gaps([]), "a mask of weight with 0 live weights, but 6 values"),
     "other bytes": (
         lambda tensors, about, manifest: tensors["weight.gaps"].copy_(torch.tensor([1, *GAPS[1:]])),
@@ -207,18 +201,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "another length": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U8", 10]),
         r"has tensor weight.gaps as U8 \[11\], but its manifest says U8 \[10\]",
-    ),
-    "another dtype": (
-        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U16", 11]),
-        r"has tensor weight.gaps as U8 \[11\], but its manifest says U16 \[11\]",
-    ),
-    "gaps of floats": (
-        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["F32", 11]),
-        r"invalid manifest \(KeyError: 'F32'\)",
-    ),
-    "a negative length": (
-        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U8", -1]),
-        r"invalid manifest \(-1 is not a size\)",
     ),
     "gaps that are no pair": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=None),
@@ -236,10 +218,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(shape=[32, 10**12]),
         "invalid manifest .weight has 35 bytes in the file but 128000000000000 when dense, more than 1000 times",
     ),
-    "gaps and bits": (
-        lambda tensors, about, manifest: tensors.update({"weight.mask": torch.zeros(256, dtype=torch.uint8)}),
-        "has tensor weight.mask, which its manifest lacks",
-    ),
 }
 
 
@@ -251,17 +229,3 @@ def test_gaps_that_are_not_as_saved_are_refused(what: str, few: Path) -> None:
         with pytest.raises(GrowpruneError, match=message) as caught:
             reader(path)
         assert "\n" not in str(caught.value)
-
-
-def test_every_changed_byte_of_a_file_with_gaps_is_refused(few: Path) -> None:
-    content, changed = few.read_bytes(), few.with_name("changed")
-    unseen = []
-    for place in range(len(content)):
-        for flip in (0x01, 0x20):
-            changed.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
-            try:
-                file.read(changed)
-            except GrowpruneError:
-                continue
-            unseen.append(place)
-    assert unseen == []

@@ -146,13 +146,6 @@ TAMPERED = {
         lambda tensors, about, manifest: tensors["weight.values"].copy_(torch.tensor([9, -8, 7.5])),
         "has values of weight whose CRC-32 does not match the manifest: it is damaged, download or save it again",
     ),
-    "another sign of zero": (
-        lambda tensors, about, manifest: (
-            tensors["weight.values"].zero_().neg_(),
-            manifest["tensors"]["weight"].update(crc32=zlib.crc32(bytes(12))),
-        ),
-        "has values of weight whose CRC-32 does not match",
-    ),
     "no version": (lambda tensors, about, manifest: about.pop("version"), "has version None of the format"),
     "no manifest": (
         lambda tensors, about, manifest: about.update(manifest="[1]"),
@@ -162,25 +155,9 @@ TAMPERED = {
         lambda tensors, about, manifest: about.update(manifest="[" * 100_000),
         "has an invalid manifest .RecursionError: maximum recursion depth",
     ),
-    "a manifest without tensors": (
-        lambda tensors, about, manifest: manifest.pop("tensors"),
-        r"has an invalid manifest \(KeyError: 'tensors'\): it is damaged, download or save it again",
-    ),
-    "a missing setting": (
-        lambda tensors, about, manifest: manifest.pop("seed"),
-        "an invalid manifest .KeyError: 'seed'",
-    ),
-    "a seed of text": (
-        lambda tensors, about, manifest: manifest.update(seed="0"),
-        r"has an invalid manifest \(seed is '0'\): it is damaged",
-    ),
     "a sparsity of two": (
         lambda tensors, about, manifest: manifest.update(sparsity=2),
         r"does not fit the model: sparsity must be in .0, 1., got 2",
-    ),
-    "a setting of the wrong type": (
-        lambda tensors, about, manifest: manifest.update(keep_dense=[1]),
-        "invalid manifest .a name must be a string of at most 1000 characters, got 1",
     ),
     "a glob that takes hours to match": (
         lambda tensors, about, manifest: manifest.update(include=["[" * 300_000]),
@@ -206,31 +183,12 @@ TAMPERED = {
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(shape=[3, -4]),
         "invalid manifest .-4 is not a size",
     ),
-    "a shape of text": (
-        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(shape="34"),
-        "invalid manifest .3 is not a size",
-    ),
     "a shape of very many dimensions": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(shape=[2**62] * 100_000),
         "invalid manifest .weight has more than 64 dimensions",
     ),
-    "a shape of too many elements": (
-        lambda tensors, about, manifest: (
-            manifest["tensors"]["weight"].update(shape=[2**62] * 60),
-            manifest.update(pattern="2x2"),
-        ),
-        "is not a size",
-    ),
-    "no shape at all": (
-        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(shape=[]),
-        "invalid manifest .IndexError",
-    ),
     "matrices beyond the end": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(matrices=[[0, 4]]),
-        "the matrices of weight do not fit its shape",
-    ),
-    "matrices that overlap": (
-        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(matrices=[[0, 2], [1, 3]]),
         "the matrices of weight do not fit its shape",
     ),
     "other matrices": (
@@ -240,10 +198,6 @@ TAMPERED = {
     "more alive than there are weights": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(nnz=13),
         "invalid manifest .weight has 13 live weights of 12",
-    ),
-    "an unknown dtype": (
-        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(dtype="F31"),
-        "invalid manifest .KeyError: 'F31'",
     ),
     "an alias of nothing": (
         lambda tensors, about, manifest: manifest.update(aliases={"a": "b"}),
@@ -259,14 +213,6 @@ TAMPERED = {
             manifest["tensors"]["weight"].update(nnz=2),
         ),
         "has a mask of weight with 3 live weights, but 2 values: it is damaged, download or save it again",
-    ),
-    "values of another dtype": (
-        lambda tensors, about, manifest: tensors.update({"weight.values": torch.ones(3).half()}),
-        r"has tensor weight.values as F16 \[3\], but its manifest says F32 \[3\]",
-    ),
-    "a mask too short": (
-        lambda tensors, about, manifest: tensors.update({"weight.mask": torch.zeros(1, dtype=torch.uint8)}),
-        r"has tensor weight.mask as U8 \[1\], but its manifest says U8 \[2\]",
     ),
     "a bit moved": (
         lambda tensors, about, manifest: tensors["weight.mask"].copy_(torch.tensor([34, 8])),
