@@ -1,9 +1,9 @@
-"""The base of importers: what an importer is, and what it returns."""
+"""What importers return: tensors and masks, and how a model is filled with them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.filling import fill_model
-from growprune.files.importers.contents import Contents
 from growprune.files.reader import matching_names
 from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
@@ -87,39 +86,6 @@ class Imported:
         return sparse
 
 
-@dataclass(frozen=True)
-class Importer:
-    """A format: how to recognize it, and how to read it."""
-
-    recognizes: Callable[[Contents], bool]
-    read: Callable[[Contents], Imported]
-
-
-def with_masks(contents: Contents, format: str, tensors: dict[str, Tensor], masks: dict[str, Tensor]) -> Imported:
-    """Build the result of a format with masks: masked weights are exactly zero, tensors without a mask are live.
-
-    Args:
-        tensors: by their plain names; those with a mask are replaced.
-        masks: as stored, of any dtype; non-zero means live.
-    """
-    alive: dict[str, Tensor] = {}
-    for name, stored in masks.items():
-        mask = stored.detach() != 0
-        if mask.shape != tensors[name].shape:
-            has = f"{tuple(tensors[name].shape)} and its mask {tuple(mask.shape)}"
-            raise GrowpruneError(
-                f"{contents.where} has {name} with shape {has}: it is damaged, download or save it again"
-            )
-        if not mask.all():
-            tensors[name] = torch.where(mask, tensors[name], torch.zeros((), dtype=tensors[name].dtype))
-            if mask.ndim >= 2:
-                alive[name] = mask
-    zeros = [name for name in masks_by_zeros(tensors) if name not in masks]
-    notes = [f"{name} has zeros but no mask, so all of it is live" for name in zeros[:3]]
-    aliases = {alias: name for alias, name in contents.aliases.items() if name in tensors}
-    return Imported(format, tensors, alive, aliases, (*contents.notes, *notes))
-
-
 def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return masks of the matrices that are at least 5 % zero. Any model may have a few zeros."""
     masks: dict[str, Tensor] = {}
@@ -137,25 +103,19 @@ def bare_model(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None 
     ['a.weight', 'a.bias']
     """
     root = nn.Module()
-    made: dict[str, nn.Parameter] = {}
-    for name, tensor in tensors.items():
-        made[name] = nn.Parameter(tensor.detach(), requires_grad=False)
-        _put(root, name, made[name])
-    for alias, name in (aliases or {}).items():
-        _put(root, alias, made[name])
+    made = {name: nn.Parameter(tensor.detach(), requires_grad=False) for name, tensor in tensors.items()}
+    for name, parameter in (made | {alias: made[name] for alias, name in (aliases or {}).items()}).items():
+        *path, local = name.split(".")
+        if len(path) > MAX_DEPTH:
+            raise GrowpruneError(f"the name {name[:60]!r} has more than {MAX_DEPTH} dots, which is not supported")
+        module = root
+        try:
+            for step in path:
+                if step not in module._modules:
+                    module.add_module(step, nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(local, parameter)
+        except (AttributeError, KeyError, TypeError) as error:
+            why = f"a model cannot have a tensor named {name!r} with the others ({error.args[0]})"
+            raise GrowpruneError(why) from None
     return root
-
-
-def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    *path, local = name.split(".")
-    if len(path) > MAX_DEPTH:
-        raise GrowpruneError(f"the name {name[:60]!r} has more than {MAX_DEPTH} dots, which is not supported")
-    module = root
-    try:
-        for step in path:
-            if step not in module._modules:
-                module.add_module(step, nn.Module())
-            module = module.get_submodule(step)
-        module.register_parameter(local, parameter)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise GrowpruneError(f"a model cannot have a tensor named {name!r} with the others ({error.args[0]})") from None
