@@ -606,7 +606,7 @@ def test_tied_weights_are_in_all_their_places_however_the_model_runs(tmp_path: P
 def test_tied_weights_outlive_a_measurement() -> None:
     torch.manual_seed(0)
     skeleton = skeleton_of(sparse_of(model := Tied()))
-    skeleton.fill()
+    skeleton.fill_in()
     assert skeleton.module.first.weight is skeleton.module.second.weight
     assert torch.equal(skeleton.module.second.weight, model.first.weight)
     skeleton.empty()

@@ -189,7 +189,7 @@ def _deploy_on_cpu(
         warn(STATEFUL)
         in_torch = "the whole model (it keeps a state)"
     if in_torch:
-        skeleton.fill()
+        skeleton.fill_in()
         table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=(in_torch,))
         return Deployed(Swapped(skeleton.module), skeleton, table, example, **options)
     with restored(list(skeleton.module.modules())):
@@ -236,7 +236,7 @@ def _rows_in_torch(skeleton: Skeleton, rows: Sequence[Row]) -> list[Row]:
 
 def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: float) -> tuple[float, float]:
     """How long the deployed model takes, and how long it takes in torch."""
-    skeleton.fill()
+    skeleton.fill_in()
 
     def in_torch() -> None:
         swapped.put(deployed=False)

@@ -31,7 +31,7 @@ class Replaced:
     name: str
     part: nn.Module
     module: nn.Module
-    """The module, whose sparse weight may hold nothing; see `Skeleton.fill`."""
+    """The module, whose sparse weight may hold nothing; see `Skeleton.fill_in`."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Deployed(nn.Module):
     def stay_in_torch(self) -> None:
         """Run the whole model in torch."""
         self._swapped.put(deployed=False)
-        self._skeleton.fill()
+        self._skeleton.fill_in()
         self.module = self._skeleton.module
         self._swapped = Swapped(self.module, self._swapped.rows)
 

@@ -52,7 +52,7 @@ def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any]) 
     (folder / ABOUT).unlink(missing_ok=True)
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in skeleton.module.parameters()}
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
-    bare.fill()
+    bare.fill_in()
     module = bare.module
     if skeleton.matrices:  # as `SparseModel.from_zeros`, however few: what is dense may outweigh the other layers
         sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})

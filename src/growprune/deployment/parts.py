@@ -98,7 +98,7 @@ class Part(_InPlaceOf):
             return self._compile(example, min(self._seconds, 2.0), {})[0]
         except NotTraceable as error:
             warn(f"{name} runs in torch for these inputs: {error}")
-            self._skeleton.fill()
+            self._skeleton.fill_in()
             return None
 
     def _compile(
@@ -195,7 +195,7 @@ def deploy_parts(
     reasons: Sequence[str] = (),
 ) -> Swapped:
     """Replace parts of the skeleton's module, which is filled, as others may use what is inside of them."""
-    skeleton.fill()
+    skeleton.fill_in()
     inputs, share = first_inputs(skeleton.module, example), seconds / max(1, len(skeleton.matrices))
     swapped = Swapped(skeleton.module, in_torch=[*reasons])
 

@@ -52,7 +52,7 @@ class Skeleton:
             return dense.t().contiguous()
         return dense.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
 
-    def fill(self) -> None:
+    def fill_in(self) -> None:
         """Give the module its weights, dense, for those parts of it that stay in torch."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name in self.matrices:

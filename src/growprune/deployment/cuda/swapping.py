@@ -32,7 +32,7 @@ def deploy_linears(
         known: by layer, what was measured before.
     """
     module = skeleton.module
-    skeleton.fill()
+    skeleton.fill_in()
     module.to(device).requires_grad_(False)
     with restored(module.modules()), of_the_example():
         on_device = example.mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x)
