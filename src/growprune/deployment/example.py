@@ -100,17 +100,13 @@ def keeps_state(module: nn.Module, example: Example) -> bool:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copied, outputs = copy.deepcopy(module, memo | leaving_masks(module)).eval(), []
     for _ in range(2):
-        again = example.mapped(_copied)  # some models write to their input
+        # some models write to their input; what is no tensor may hold some, such as a cache
+        again = example.mapped(lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x))
         with of_the_example(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             outputs.append(pytree.tree_map_only(Tensor, Tensor.clone, again.call(copied)))
     (first, structure), (second, other) = (pytree.tree_flatten(output) for output in outputs)
     return structure != other or not all(map(_is_same, first, second))
-
-
-def _copied(value: Any) -> Any:
-    """Of a tensor, and of what may hold some, such as a cache."""
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _is_same(a: Any, b: Any) -> bool:
