@@ -950,3 +950,20 @@ def test_printed_table_shortens_what_stays_in_torch() -> None:
     table = Table((), in_torch=reasons)
     assert max(map(len, str(table).splitlines())) <= 260 and "layer 0" in str(table)
     assert table.to_dict()["in_torch"] == reasons
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.filterwarnings("ignore:.*was deployed with other input shapes")
+def test_deployed_model_runs_under_inference_mode(whole: bool) -> None:
+    """Also where a shape is first seen there, and called outside of it later."""
+    model = normed().eval()
+    sparse = sparse_of(model)
+    with torch.inference_mode():
+        deployed = gp.deploy(sparse, torch.randn(4, 16), seconds=0, whole=whole)
+    for batch in (4, 7):
+        x = torch.randn(batch, 16)
+        with torch.inference_mode():
+            found = deployed(x).clone()
+        with torch.no_grad():
+            assert_same(found, model(x))
+            assert_same(deployed(x), model(x))

@@ -174,14 +174,6 @@ def test_names_of_one_tensor_come_through(tmp_path: Path) -> None:
         assert gp.load(path, model).num_alive == 16
 
 
-def test_a_tensor_whose_other_name_comes_first_is_whole(tmp_path: Path) -> None:
-    state = zeroed()
-    torch.save({**state, "tied": state["0.weight"]}, tmp_path / "tied.pt")
-    convert(tmp_path / "tied.pt", tmp_path / "sparse.safetensors")
-    assert torch.equal(gp.read(tmp_path / "sparse.safetensors")["tied"], state["0.weight"])
-    assert gp.manifest(tmp_path / "sparse.safetensors")["totals"]["prunable_nnz"] == 12
-
-
 # Folders
 
 
@@ -277,15 +269,6 @@ def test_whoever_is_interrupted_while_a_folder_is_replaced_has_the_old_one(
         convert(BITMASK, tmp_path / "folder", force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["config.json"]
-
-
-def test_names_may_have_what_globs_have(tmp_path: Path) -> None:
-    tensors = {"a[0].weight": zeroed()["0.weight"], "a[1].weight": torch.ones(8, 8)}
-    save_file(tensors, tmp_path / "dense.safetensors")
-    (matrix,) = convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors").matrices
-    assert matrix.name == "a[0].weight"
-    found = gp.read(tmp_path / "sparse.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

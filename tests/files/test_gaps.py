@@ -152,19 +152,6 @@ def test_live_values_and_bits_of_a_tensor_are_had_from_the_file(pattern: str, sp
     assert torch.equal(values, sparse.model.weight[mask])
 
 
-@pytest.mark.parametrize("pattern", ["1x8", "1x16", "1x4", "8x1"])
-def test_bits_of_blocks_in_a_linear_layer_are_one_a_weight(pattern: str, tmp_path: Path) -> None:
-    sparse = SparseModel(nn.Linear(48, 20, bias=False), sparsity=0.75, pattern=pattern)
-    sparse.prune()
-    file.save(sparse, tmp_path / "model")
-    assert torch.equal(unpack(live_tensor(tmp_path / "model", "weight")[1], (20, 48)), sparse.masks["weight"])
-
-
-def test_a_tensor_that_is_not_prunable_has_no_live_values(few: Path) -> None:
-    with pytest.raises(GrowpruneError, match=r"few.safetensors has no prunable tensor 'bias': use a name from its"):
-        live_tensor(few, "bias")
-
-
 def test_what_a_tensor_with_gaps_takes_is_told(few: Path) -> None:
     (tensor,) = contents(few)
     assert (tensor.alive, tensor.num_bytes, tensor.dense_bytes, tensor.state) == (6, 6 * 4 + 11, 8192, "ok")

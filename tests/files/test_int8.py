@@ -265,21 +265,6 @@ def test_values_that_are_not_finite_are_refused(number: float, tmp_path: Path) -
     assert not (tmp_path / "model").exists()
 
 
-def test_values_beyond_float32_are_refused(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    model.weight.data.fill_(1e300)
-    sparse = SparseModel(model, sparsity=0.0)
-    refused(lambda: file.save(sparse, tmp_path / "model", values="int8"), "or too large for int8")
-
-
-def test_a_dtype_that_int8_cannot_hold_is_refused(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4, bias=False)
-    model.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int32), requires_grad=False)
-    sparse = SparseModel(model, sparsity=0.0)
-    message = "weight has dtype torch.int32, int8 values are for float64, float32, bfloat16, float16"
-    refused(lambda: file.save(sparse, tmp_path / "model", values="int8"), message)
-
-
 def test_int8_is_for_sparse_files_only(small: Path) -> None:
     call = lambda: convert(small, small.with_name("dense.safetensors"), to="dense", values="int8")  # noqa: E731
     refused(call, "values='int8' is for sparse files, but the destination is dense: use --to sparse")

@@ -44,6 +44,7 @@ STATEFUL = (
 )
 
 
+@torch.inference_mode(False)
 def deploy(
     model: nn.Module | SparseModel | str | os.PathLike[str],
     example: Any,
@@ -79,7 +80,7 @@ def deploy(
         >>> torch.allclose(fast(x), sparse.model(x), atol=1e-6)
         True
     """
-    where, given = checked_device(device), Example.of(example)
+    where, given = checked_device(device), Example.of(example).outside_inference_mode()
     if isinstance(model, (nn.Module, SparseModel)):
         found = model
     elif not isinstance(model, (str, os.PathLike)):
@@ -128,6 +129,7 @@ def _load_sparse(path: str | os.PathLike[str], into: nn.Module) -> SparseModel:
         return file.load(path, blank)
 
 
+@torch.inference_mode(False)
 def load_deployed(
     folder: str | os.PathLike[str], model: nn.Module, *, seconds: float = SECONDS, example: Any = None
 ) -> Deployed:

@@ -49,6 +49,10 @@ class Example:
         """What a module returns for it."""
         return module(*self.args, **self.kwargs)
 
+    def outside_inference_mode(self) -> Example:
+        """With normal tensors, which `torch.export` and in-place operations take. Call it outside of the mode."""
+        return self.mapped(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x)
+
     def mapped(self, change: Any) -> Example:
         """With each leaf changed."""
         return Example(*pytree.tree_map(change, (self.args, self.kwargs)))

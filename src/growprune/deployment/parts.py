@@ -54,7 +54,8 @@ class _InPlaceOf(nn.Module):
     def _plan(self, key: object, make: Callable[[], Any]) -> Any:
         """The plan for a key, made if it is not kept."""
         if key not in self.plans:
-            self.plans[key] = make()
+            with torch.inference_mode(False), torch.no_grad():  # its memory is written to in any mode later
+                self.plans[key] = make()
             if len(self.plans) > MOST_PLANS:
                 self.plans.popitem(last=False)
         self.plans.move_to_end(key)
@@ -95,7 +96,7 @@ class Part(_InPlaceOf):
                 f"and the last {MOST_PLANS} are kept"
             )
         try:
-            return self._compile(example, min(self._seconds, 2.0), {})[0]
+            return self._compile(example.outside_inference_mode(), min(self._seconds, 2.0), {})[0]
         except NotTraceable as error:
             warn(f"{name} runs in torch for these inputs: {error}")
             self._skeleton.fill_in()
