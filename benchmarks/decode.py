@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.deployment.api import deploy_on_gpu
-from growprune.deployment.cuda.formats import Entries, bitmask_matrix, from_dense, lane_matrix
+from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
+from growprune.deployment.cuda.formats import bitmask_matrix, lane_matrix
 from growprune.deployment.cuda.graphs import graphed, microseconds
-from growprune.deployment.cuda.linear import DenseLinear, SemiStructuredLinear
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
 from growprune.deployment.cuda.products import product as multiply
-from growprune.deployment.cuda.tuning import BITMASK_TILES, LANE_TILES, copies, time_of, times_of_tiles
+from growprune.deployment.cuda.tuning import BITMASK_TILES, LANE_TILES, copies, dense_linear, time_of, times_of_tiles
 from growprune.deployment.example import Example, first_line
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FORMATS: dict[str, Callable[[Entries], Matrix]] = {
+FORMATS: dict[str, Callable[[SparseMatrix], Matrix]] = {
     "offsets": lambda entries: lane_matrix(entries, lanes=16),
     "offsets, runs of 8": lambda entries: lane_matrix(entries, lanes=8),
     "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
@@ -123,7 +123,7 @@ def weight_of(rows: int, columns: int, sparsity: float) -> Tensor:
 def dense_us(rows: int, columns: int, batch: int) -> float:
     weight = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16)
     x = torch.randn(batch, columns, device=DEVICE, dtype=torch.bfloat16)
-    return time_of(copies(DenseLinear(weight)), x)
+    return time_of(copies(dense_linear(weight)), x)
 
 
 def copied_tb_per_second() -> str:
@@ -156,7 +156,7 @@ def tiles_of_shape(rows: int, columns: int, options: argparse.Namespace, report:
     report.say(f"{rows} x {columns}, 90 %, batch 1: cuBLAS takes {dense:.1f} us")
     report.say("| format | tile | us | x cuBLAS | TB/s | error |\n|---|---|---|---|---|---|")
     weight = weight_of(rows, columns, 0.9)
-    entries, found = from_dense(weight), []
+    entries, found = from_dense(weight).to(DEVICE, weight.dtype), []
     for name in FORMATS:
         usual: tuple[Tile, ...] = BITMASK_TILES if name == "bitmask" else MORE_LANE_TILES
         mine = attempted(name, entries, weight, 1, usual[:2] if options.small else usual)
@@ -174,7 +174,9 @@ def is_right(row: dict[str, Any]) -> bool:
     return isinstance(row["us"], float) and row["error"] < 4e-3  # rounding to bfloat16 gives 2e-3
 
 
-def attempted(name: str, entries: Entries, weight: Tensor, batch: int, some: tuple[Tile, ...]) -> list[dict[str, Any]]:
+def attempted(
+    name: str, entries: SparseMatrix, weight: Tensor, batch: int, some: tuple[Tile, ...]
+) -> list[dict[str, Any]]:
     """A row for each tile of a format, or one that says why there is none."""
     rows: list[dict[str, Any]] = []
     failed = attempt(lambda: rows.extend(timed_tiles(name, entries, weight, batch, some)))
@@ -182,7 +184,7 @@ def attempted(name: str, entries: Entries, weight: Tensor, batch: int, some: tup
 
 
 def timed_tiles(
-    name: str, entries: Entries, weight: Tensor, batch: int, some: tuple[Tile, ...]
+    name: str, entries: SparseMatrix, weight: Tensor, batch: int, some: tuple[Tile, ...]
 ) -> Iterator[dict[str, Any]]:
     matrix = FORMATS[name](entries)
     x = torch.randn(batch, entries.columns, device=DEVICE, dtype=torch.bfloat16)
@@ -255,16 +257,12 @@ def layers(options: argparse.Namespace, report: Report) -> None:
             cells = " | ".join([f"{found['dense_us']:.1f}", *times, f"{found['ratio']:.2f}"])
             report.say(f"| {rows} x {columns} | {sparsity:.0%} | {batch} | {cells} |")
         report.add("layers", [found])
-    for rows, columns in GATES if DEVICE.type == "cuda" else ():
-        us = attempt(lambda: semi_structured_us(rows, columns))  # noqa: B023
-        report.say(f"2:4 through torch, {rows} x {columns}, batch 1: {us} us")
-        report.add("2:4", [{"shape": [rows, columns], "us": us}])
 
 
 def layer_row(rows: int, columns: int, sparsity: float, batch: int, kinds: list[str]) -> dict[str, Any]:
     """Microseconds of each format with the best of a few tiles."""
     dense, weight = dense_us(rows, columns, batch), weight_of(rows, columns, sparsity)
-    entries, us = from_dense(weight), dict[str, Any]()
+    entries, us = from_dense(weight).to(DEVICE, weight.dtype), dict[str, Any]()
     for kind in kinds:
         some: tuple[Tile, ...] = BITMASK_TILES[:2] if kind == "bitmask" else LANE_TILES[:4]
         found = attempted(kind, entries, weight, batch, some)
@@ -273,13 +271,6 @@ def layer_row(rows: int, columns: int, sparsity: float, batch: int, kinds: list[
     best = min((taken for taken in us.values() if isinstance(taken, float)), default=float("inf"))
     case = {"shape": [rows, columns], "sparsity": sparsity, "batch": batch}
     return {**case, "dense_us": dense, "us": us, "ratio": dense / best}
-
-
-def semi_structured_us(rows: int, columns: int) -> float:
-    weight = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16)
-    weight.view(-1, 4)[:, 2:] = 0
-    x = torch.randn(1, columns, device=DEVICE, dtype=torch.bfloat16)
-    return time_of([SemiStructuredLinear(weight) for _ in range(6)], x)
 
 
 # Model
@@ -328,7 +319,7 @@ def model_row(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     x = torch.randn(options.batch, d, device=DEVICE, dtype=torch.bfloat16)
     fast = deploy_on_gpu(dense, Example.of(x), device=DEVICE, seconds=0.5 if options.small else 20.0, known={})
     report.say("\n".join(str(fast.table).splitlines()[:5]))
-    report.say("\n".join(f"{row.layer}: {row.format} {dict(row.tiles)}" for row in fast.table[:4]))
+    report.say("\n".join(f"{row.layer}: {row.format} {row.tile}" for row in fast.table[:4]))
     error = relative(fast(x), dense(x).float())
     taken = {name: step_us(net, x) for name, net in (("dense", dense), ("sparse", fast), ("dense again", dense))}
     for name, us in taken.items():

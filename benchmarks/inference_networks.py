@@ -58,9 +58,9 @@ def load(
 def load_run(folder: str, seconds: float) -> tuple[Any, Any, Callable[[], Any]]:
     """The same of a finished run; of a translator, what translates a sentence."""
     import torch
+    from bench import open_model
 
     import growprune as gp
-    from growprune.cli.deploying import open_model
     from growprune.tasks.translation.transformer import Transformer
 
     torch.manual_seed(0)

@@ -216,19 +216,6 @@ def test_doctor_sees_threads_that_other_processes_keep_waiting(monkeypatch: pyte
     assert not [finding for finding in machine.examine() if finding.name == "load"]
 
 
-def test_doctor_knows_the_extras_of_the_package() -> None:
-    from importlib.metadata import requires
-
-    listed = {line for line in requires("growprune") or () if "extra ==" in line and not line.startswith("growprune")}
-    for extra, names in machine.EXTRAS.items():
-        own = {
-            line.split(">")[0].split(";")[0].strip().lower()
-            for line in listed
-            if line.endswith((f'"{extra}"', f"'{extra}'"))
-        }
-        assert own in ({*names}, set()), extra  # empty if an older edition is installed beside this source
-
-
 def test_a_shell_can_ask_for_the_verbs() -> None:
     asked = {"_GROWPRUNE_COMPLETE": "complete_bash", "COMP_WORDS": "growprune ins", "COMP_CWORD": "1"}
     assert CliRunner().invoke(app, [], prog_name="growprune", env=asked).stdout.split() == ["inspect"]

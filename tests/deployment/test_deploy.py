@@ -25,8 +25,9 @@ from growprune.deployment.cpu import library, tuning
 from growprune.deployment.example import Example
 from growprune.deployment.graph.places import Strides, as_matrix, feature_major
 from growprune.deployment.graph.program import assign
+from growprune.deployment.layer_table import Table
 from growprune.deployment.parts import MOST_PLANS, LinearPart, Part
-from growprune.deployment.skeleton import empty, fill_in, skeleton_of
+from growprune.deployment.skeleton import skeleton_of
 from growprune.tasks.classification.resnet import ResNet
 from growprune.tasks.translation import Translation
 
@@ -410,7 +411,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
     [
         (lambda about: about["rows"][0].update(choice=[]), "is damaged .ValueError: a choice is"),
         (lambda about: about["rows"][0].update(layer=7), "is damaged .TypeError: 7 is not a string"),
-        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is not a valid time"),
+        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is not a number from 0"),
         (
             lambda about: about["rows"][0]["tile"].update(threads=4096),
             "is damaged .ValueError: a layer has more",
@@ -605,10 +606,10 @@ def test_tied_weights_are_in_all_their_places_however_the_model_runs(tmp_path: P
 def test_tied_weights_outlive_a_measurement() -> None:
     torch.manual_seed(0)
     skeleton = skeleton_of(sparse_of(model := Tied()))
-    fill_in(skeleton)
+    skeleton.fill_in()
     assert skeleton.module.first.weight is skeleton.module.second.weight
     assert torch.equal(skeleton.module.second.weight, model.first.weight)
-    empty(skeleton)
+    skeleton.empty()
     assert {module.weight.untyped_storage().nbytes() for module in skeleton.module.children()} == {4}
 
 
@@ -861,45 +862,11 @@ def test_buffers_that_are_needed_at_once_never_overlap(buffers: list[tuple[int, 
             assert apart or not meets
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps, lambda d: torch.save(d, io.BytesIO())])
-def test_a_deployed_model_says_that_it_cannot_be_copied(make: Any, whole: bool) -> None:
-    deployed = gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 16))), torch.randn(2, 16), seconds=0, whole=whole)
-    with pytest.raises(
-        gp.GrowpruneError, match=r"is deployed and can be neither copied nor pickled: use deployed.save"
-    ):
-        make(deployed)
-    if whole or make is not copy.copy:  # a shallow copy of the model has the same layers
-        with pytest.raises(gp.GrowpruneError, match="neither copied nor pickled"):
-            make(deployed.module)
-
-
 def normed() -> nn.Sequential:
     """What a batch norm gives tells whether it is trained."""
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     nn.init.uniform_(model[1].running_mean, -1, 1)  # type: ignore[arg-type]
     return model
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda d: d.half(), "in torch.float32 and cannot become torch.float16: the CPU kernels only support float32"),
-        (lambda d: d.to(torch.bfloat16), "in torch.float32 and cannot become torch.bfloat16: the CPU kernels"),
-        (lambda d: d.double(), "in torch.float32 and cannot become torch.float64: the CPU kernels"),
-        (lambda d: d.to("meta"), "on cpu and cannot be moved to meta: change the original model and deploy it again"),
-    ],
-)
-def test_a_deployed_model_refuses_another_dtype_or_device(change: Any, error: str, whole: bool) -> None:
-    x = torch.randn(4, 16)
-    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
-    before = deployed(x)
-    with pytest.raises(gp.GrowpruneError, match=error):
-        change(deployed)
-    assert torch.equal(deployed(x), before)
-    with pytest.raises(gp.GrowpruneError, match=error):
-        change(deployed.module)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is where to move it")
@@ -923,24 +890,6 @@ def test_what_changes_nothing_can_be_asked_of_a_deployed_model(whole: bool) -> N
     assert torch.equal(deployed(x), before)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_deployed_model_cannot_be_trained(whole: bool) -> None:
-    x = torch.randn(4, 16)
-    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
-    before = deployed(x)
-    with pytest.raises(gp.GrowpruneError, match="cannot be trained: train the original model and deploy it again"):
-        deployed.train()
-    assert torch.equal(deployed(x), before)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_deployed_model_has_no_state_dict_that_lacks_its_sparse_weights(whole: bool) -> None:
-    deployed = gp.deploy(sparse_of(normed()), torch.randn(4, 16), seconds=0, whole=whole)
-    for ask in (deployed.state_dict, lambda: deployed.load_state_dict({})):
-        with pytest.raises(gp.GrowpruneError, match=r"has no state_dict: use deployed.save\(folder\)"):
-            ask()
-
-
 def test_what_stays_in_torch_has_its_state_dict() -> None:
     model, x = nn.Sequential(nn.Linear(16, 4)), torch.randn(4, 16)
     with pytest.warns(UserWarning, match="no sparse weights"):
@@ -958,7 +907,7 @@ def test_a_model_that_is_deployed_in_half_precision_stays_in_torch_and_in_that()
     with pytest.warns(UserWarning, match=r"no sparse weights in float32, .* but some in torch.float16: it stays"):
         deployed = gp.deploy(model, x)
     assert deployed.half()(x).dtype == torch.float16
-    with pytest.raises(gp.GrowpruneError, match=r"cannot become torch.float32: change the original model and deploy"):
+    with pytest.raises(gp.GrowpruneError, match=r"cannot become torch.float32"):
         deployed.float()
 
 
@@ -967,3 +916,54 @@ def test_a_layer_in_the_place_of_another_has_its_attributes() -> None:
     layer = deployed.module[0]  # type: ignore[index]
     assert (layer.in_features, layer.out_features) == (16, 8)
     assert not hasattr(layer, "nothing")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda d: d.half(), "cannot become torch.float16"),
+        (lambda d: d.double(), "cannot become torch.float64"),
+        (lambda d: d.to("meta"), "cannot become torch.float32 on meta"),
+        (copy.deepcopy, "neither copied nor pickled"),
+        (pickle.dumps, "neither copied nor pickled"),
+        (lambda d: torch.save(d, io.BytesIO()), "neither copied nor pickled"),
+        (lambda d: d.train(), "cannot be trained"),
+        (lambda d: d.state_dict(), "has no state_dict"),
+        (lambda d: d.load_state_dict({}), "has no state_dict"),
+    ],
+)
+def test_deployed_model_refuses_to_be_changed_or_copied(change: Any, error: str, whole: bool) -> None:
+    x = torch.randn(4, 16)
+    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
+    before = deployed(x)
+    with pytest.raises(gp.GrowpruneError, match=error):
+        change(deployed)
+    if "become" in error or "copied" in error:
+        with pytest.raises(gp.GrowpruneError, match=error):
+            change(deployed.module)
+    assert torch.equal(deployed(x), before)
+
+
+def test_printed_table_shortens_what_stays_in_torch() -> None:
+    reasons = tuple(f"layer {i} (ValueError: {'long ' * 30})" for i in range(10))
+    table = Table((), in_torch=reasons)
+    assert max(map(len, str(table).splitlines())) <= 260 and "layer 0" in str(table)
+    assert table.to_dict()["in_torch"] == reasons
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.filterwarnings("ignore:.*was deployed with other input shapes")
+def test_deployed_model_runs_under_inference_mode(whole: bool) -> None:
+    """Also where a shape is first seen there, and called outside of it later."""
+    model = normed().eval()
+    sparse = sparse_of(model)
+    with torch.inference_mode():
+        deployed = gp.deploy(sparse, torch.randn(4, 16), seconds=0, whole=whole)
+    for batch in (4, 7):
+        x = torch.randn(batch, 16)
+        with torch.inference_mode():
+            found = deployed(x).clone()
+        with torch.no_grad():
+            assert_same(found, model(x))
+            assert_same(deployed(x), model(x))

@@ -95,9 +95,11 @@ def test_bad_input_gives_one_line(run: Path, file: Path, tmp_path: Path) -> None
     assert "must be a new or empty folder" in refused("deploy", str(run), "--out", str(run))
     assert "Leave --model out" in refused("deploy", str(run), "--out", out, "--model", f"{net}:build")
     shaped = ["--example-shape", "4,16"]
-    assert "must be FILE.py:FUNCTION" in refused("deploy", str(file), "--out", out, "--model", net, *shaped)
+    assert "must be path.py:function or module:function" in refused(
+        "deploy", str(file), "--out", out, "--model", net, *shaped
+    )
     assert "has no function 'none'" in refused("deploy", str(file), "--out", out, "--model", f"{net}:none", *shaped)
-    assert "must return an nn.Module, got int" in refused(
+    assert "must return an nn.Module or a tuple" in refused(
         "deploy", str(file), "--out", out, "--model", f"{net}:number", *shaped
     )
     bad = ["--example-shape", "4,b"]

@@ -117,20 +117,18 @@ def tell_apart(deployed: gp.Deployed, model: nn.Module, x: Tensor) -> tuple[floa
         return tuple((found - before).abs().max().item() for found in (deployed(x), deployed(both)[: len(x)]))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_what_becomes_of_the_model_does_not_change_the_deployed_one(storage: str, whole: bool) -> None:
-    torch.manual_seed(0)
-    model, x = Tagger(), torch.randint(0, 9, (4,))
-    deployed = gp.deploy(pruned(model, storage=storage), x, seconds=0, whole=whole)
-    assert max(tell_apart(deployed, model, x)) < 1e-4
+def deployed_for(where: str, sparse: gp.SparseModel, x: Tensor) -> gp.Deployed:
+    if where == "gpu":  # on a CPU, where products are dense, but all else is the same
+        return deploy_on_gpu(sparse, Example.of(x), device=CPU, seconds=0, known={})
+    return gp.deploy(sparse, x, seconds=0, whole=where == "whole")
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_on_a_gpu_neither(storage: str) -> None:
+@pytest.mark.parametrize("where", ["whole", "layers", "gpu"])
+def test_what_becomes_of_the_model_does_not_change_the_deployed_one(storage: str, where: str) -> None:
     torch.manual_seed(0)
     model, x = Tagger(), torch.randint(0, 9, (4,))
-    deployed = deploy_on_gpu(pruned(model, storage=storage), Example.of(x), device=CPU, seconds=0, known={})
+    deployed = deployed_for(where, pruned(model, storage=storage), x)
     assert max(tell_apart(deployed, model, x)) < 1e-4
 
 
@@ -211,21 +209,12 @@ def test_a_model_with_a_state_stays_in_torch_and_begins_where_the_model_is(kind:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("seconds", [0, 0.01])
+@pytest.mark.parametrize("where", ["layers", "gpu"])
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_layer_by_layer_it_keeps_its_state(kind: type[nn.Module], seconds: float) -> None:
+def test_layer_by_layer_it_keeps_its_state(kind: type[nn.Module], where: str) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, 16)
-    deployed = gp.deploy(pruned(model), x, seconds=seconds, whole=False)
-    assert_in_step(deployed, model, x)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_on_a_gpu_it_keeps_its_state(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    model, x = kind(), torch.randn(2, 16)
-    assert_in_step(deploy_on_gpu(pruned(model), Example.of(x), device=CPU, seconds=0, known={}), model, x)
+    assert_in_step(deployed_for(where, pruned(model), x), model, x)
 
 
 class Watches(Counts):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import runpy
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,11 @@ from growprune.deployment.api import checked_device, deploy_on_gpu
 from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.linear import SparseLinear
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile
-from growprune.deployment.cuda.swapping import Waiting, deploy_linears, sparse_layers
-from growprune.deployment.cuda.tuning import Choice, make
+from growprune.deployment.cuda.tuning import Choice
 from growprune.deployment.deployed import Deployed
 from growprune.deployment.deployed_folder import read_table
 from growprune.deployment.example import Example
-from growprune.deployment.layer_table import GpuRow
+from growprune.deployment.layer_table import Row
 
 CPU = torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -89,7 +86,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kinds: dict[int, str]) -> list[tupl
     def chosen(entries: Any, *, bias: Tensor | None, batch: int, seconds: float) -> Choice:
         calls.append((entries.columns, batch))
         kind = kinds[entries.columns]
-        return Choice(make(entries, kind, bias=bias, tiles={16: LaneTile(2)}), kind, 20.0, 5.0)
+        return Choice(kind, None if kind == "dense" else LaneTile(2), 20.0, 5.0)
 
     monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
     return calls
@@ -100,7 +97,7 @@ def test_sparse_linear_layers_are_swapped_and_the_model_is_left_as_it_is(storage
     sparse, x = sparse_mlp(storage), torch.randn(2, 64)
     before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
     kinds = [type(part) for part in sparse.model]
-    found = deploy_linears(sparse, Example.of(x), device=device, seconds=0, known={})
+    found = deploy_on_gpu(sparse, Example.of(x), device=device, seconds=0, known={})
     assert [type(part) for part in found.module] == [SparseLinear, nn.ReLU, SparseLinear, nn.ReLU, nn.Linear]
     assert [type(part) for part in sparse.model] == kinds
     assert all(torch.equal(tensor, before[name]) for name, tensor in sparse.model.state_dict().items())
@@ -124,7 +121,7 @@ def test_layers_of_one_kind_are_timed_once_for_the_samples_of_the_example(monkey
         ("3", "32x32 x 6", "dense"),
     ]
     assert (fast.table[1].dense_ms, fast.table[1].sparse_ms) == (0.02, 0.005)
-    assert fast.module[1].tiles == {16: LaneTile(2)}
+    assert (fast.module[1].tile, fast.module[1].samples) == (LaneTile(2), 6)
     assert type(fast.module[3]) is nn.Linear
     assert torch.equal(fast.module[3].weight, model[3].weight)
     torch.testing.assert_close(fast(x), model(x))
@@ -201,27 +198,18 @@ def test_deployed_layers_can_be_made_dense_again() -> None:
     torch.testing.assert_close(fast(x), expected)
 
 
-def test_weights_are_on_the_device_in_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = []
-
-    def noted(*arguments: Any) -> dict[str, Waiting]:
-        layers = sparse_layers(*arguments)
-        kept.extend(map(weakref.ref, layers.values()))
-        return layers
-
-    monkeypatch.setattr("growprune.deployment.cuda.swapping.sparse_layers", noted)
+def test_weights_are_on_the_device_in_one_format_only() -> None:
     fast = deployed_mlp(CPU)
-    gc.collect()
-    assert len(kept) == len(fast.table) == 2
-    assert [waiting() for waiting in kept] == [None, None]
+    plain = [one.module.weight for one in fast._swapped.replaced]
+    assert [weight.untyped_storage().nbytes() for weight in plain] == [4, 4]  # of the shape, and all one zero
 
 
 def test_a_failed_format_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(entries: Any, **settings: Any) -> Choice:
-        return Choice(make(entries, "dense"), "dense", 20.0, None, {"2:4": "RuntimeError: no kernel"})
+        return Choice("dense", None, 20.0, None, {"columns": "RuntimeError: no kernel"})
 
     monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
-    with pytest.warns(UserWarning, match="was not timed as 2:4: RuntimeError: no kernel") as said:
+    with pytest.warns(UserWarning, match="was not timed as columns: RuntimeError: no kernel") as said:
         fast = deployed_mlp(CPU, seconds=1)
     assert len(said) == 2
     assert [(row.choice, row.sparse_ms) for row in fast.table] == [("dense", None)] * 2
@@ -246,10 +234,10 @@ def test_conv1d_of_transformers_is_a_linear_layer() -> None:
 
 def test_rows_come_back_from_json() -> None:
     for kind, tile in (("offsets", LaneTile(8, 16)), ("bitmask", BitmaskTile(16))):
-        row = GpuRow("fc", "8x8 x 1", 0.9, 1.0, 0.5, "sparse", None, kind, {1: tile})
+        row = Row("fc", "8x8 x 1", 0.9, 1.0, 0.5, "sparse", tile, kind)
         content = json.loads(json.dumps(dataclasses.asdict(row)))
         table = {"rows": [content], "deployed_ms": None, "torch_ms": None, "in_torch": []}
-        assert read_table(table, is_gpu=True).rows == (row,)
+        assert read_table(table).rows == (row,)
 
 
 @pytest.fixture
@@ -283,7 +271,7 @@ def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatc
     )
     again = gp.load_deployed(tmp_path / "fast", sparse_mlp().model)
     assert [type(part) for part in again.module] == [SparseLinear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
-    assert (again.module[0].kind, again.module[0].tiles) == ("columns", {16: LaneTile(2)})
+    assert (again.module[0].kind, again.module[0].tile) == ("columns", LaneTile(2))
     assert again.table == fast.table
     assert torch.equal(again(x), fast(x))
 
@@ -388,18 +376,3 @@ def test_a_graphed_step_refuses_other_shapes() -> None:
     step = graphed(nn.ReLU(), torch.zeros(2, 3, device="cuda"))
     with pytest.raises(gp.GrowpruneError, match=r"float32 \(1, 3\), but the step was recorded with"):
         step(torch.zeros(1, 3, device="cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.filterwarnings("ignore:.*was not timed as 2.4")  # a build of torch may lack it
-@pytest.mark.parametrize("batch", [1, 16, 40])
-def test_2_of_4_through_torch_is_timed_where_the_mask_fits(batch: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 256, dtype=torch.bfloat16))
-    sparse = gp.SparseModel(model, sparsity=0.5, pattern="2:4")
-    sparse.prune()
-    x = torch.randn(batch, 256, dtype=torch.bfloat16, device="cuda")
-    fast = gp.deploy(sparse, x, device="cuda", seconds=1)
-    print(fast.table)
-    torch.testing.assert_close(fast(x), model.cuda()(x), atol=3e-2, rtol=3e-2)

@@ -26,8 +26,6 @@ SMALLEST = {
     "fan_in": ["--small", "--threads", "1", "--seconds", "0", "--rounds", "1"],
     "file_sizes": ["--width", "4"],
     "fuzz_files": ["--cases", "60"],
-    "generate": ["--small"],
-    "generate one by one": ["--small", "--no-fuse"],
     "inference layers": ["layers", "--shapes", "16x24x3", "--rounds", "1"],
     "inference_networks": [
         *("--small", "--rounds", "1", "--seconds", "0", "--threads", "1"),

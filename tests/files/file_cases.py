@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,12 +98,12 @@ def with_header(path: Path, header: dict[str, Any], text: str | None = None) -> 
 def tampered(path: Path, change: Callable[[dict[str, Tensor], dict[str, str], dict[str, Any]], None]) -> Path:
     """A copy of a file with changes to its tensors, its metadata and its manifest, whose digest is made to fit."""
     tensors, about = stored(path), metadata(path)
-    manifest, digest = json.loads(about["manifest"]), about.get("manifest_sha256")
+    manifest, digest = json.loads(about["manifest"]), about.get("manifest_crc32")
     change(tensors, about, manifest)
     if about.get("manifest", "{").startswith("{"):
         about["manifest"] = json.dumps(manifest)
-    if digest is not None and about.get("manifest_sha256") == digest:
-        about["manifest_sha256"] = hashlib.sha256(about["manifest"].encode()).hexdigest()
+    if digest is not None and about.get("manifest_crc32") == digest:
+        about["manifest_crc32"] = str(zlib.crc32(about["manifest"].encode()))
     other = path.with_name("tampered.safetensors")
     safetensors.torch.save_file(tensors, other, about)
     return other

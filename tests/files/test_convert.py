@@ -174,14 +174,6 @@ def test_names_of_one_tensor_come_through(tmp_path: Path) -> None:
         assert gp.load(path, model).num_alive == 16
 
 
-def test_a_tensor_whose_other_name_comes_first_is_whole(tmp_path: Path) -> None:
-    state = zeroed()
-    torch.save({**state, "tied": state["0.weight"]}, tmp_path / "tied.pt")
-    convert(tmp_path / "tied.pt", tmp_path / "sparse.safetensors")
-    assert torch.equal(gp.read(tmp_path / "sparse.safetensors")["tied"], state["0.weight"])
-    assert gp.manifest(tmp_path / "sparse.safetensors")["totals"]["prunable_nnz"] == 12
-
-
 # Folders
 
 
@@ -279,15 +271,6 @@ def test_whoever_is_interrupted_while_a_folder_is_replaced_has_the_old_one(
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["config.json"]
 
 
-def test_names_may_have_what_globs_have(tmp_path: Path) -> None:
-    tensors = {"a[0].weight": zeroed()["0.weight"], "a[1].weight": torch.ones(8, 8)}
-    save_file(tensors, tmp_path / "dense.safetensors")
-    (matrix,) = convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors").matrices
-    assert matrix.name == "a[0].weight"
-    found = gp.read(tmp_path / "sparse.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-
-
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> None:
         raise OSError("the disk is full")
@@ -319,13 +302,6 @@ def test_a_sparse_file_goes_to_sparse_as_it_is(model: Path, tmp_path: Path) -> N
     growprune(one, two, "--force", "--to", "sparse", "--model", f"{model}:build")
     assert gp.manifest(two)["pattern"] == "1x2"
     assert one.read_bytes() == two.read_bytes()
-
-
-def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    save_file(zeroed(), tmp_path / "new.safetensors", metadata={"format": "growprune", "version": "99"})
-    line = refused(tmp_path / "new.safetensors", tmp_path / "out.safetensors")
-    assert "has version '99' of the format" in line
-    assert line.endswith("update growprune")
 
 
 @pytest.mark.parametrize(

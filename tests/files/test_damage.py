@@ -19,7 +19,7 @@ from growprune.files import sparse_file as file
 from growprune.sparse.model import SparseModel
 
 FLIPS = (0x01, 0x03, 0x20, 0x80)
-"""Other case, other sign, and 0x01 makes version "3" of "2", 0x03 version "1"."""
+"""Other case, other sign, other version."""
 
 
 class Mixed(nn.Module):
@@ -96,6 +96,20 @@ def test_every_changed_byte_is_refused_or_changes_nothing(reader: str, mixed: Pa
     assert not harmless, f"bytes {sorted(harmless)} of {len(content)} went unseen"
 
 
+@pytest.mark.parametrize(("sparsity", "values"), [(0.97, None), (0.5, "int8")], ids=["gaps", "int8"])
+def test_every_changed_byte_of_gaps_and_int8_values_is_refused(
+    sparsity: float, values: str | None, tmp_path: Path
+) -> None:
+    sparse = SparseModel(nn.Linear(32, 16, bias=False), sparsity=sparsity)
+    sparse.prune()
+    path, changed = tmp_path / "model", tmp_path / "changed"
+    file.save(sparse, path, values=values)
+    content, expected = path.read_bytes(), file.read(path)
+    for place in range(len(content)):
+        changed.write_bytes(content[:place] + bytes([content[place] ^ 0x01]) + content[place + 1 :])
+        assert refused(file.read, changed, expected), place
+
+
 def test_the_example_refuses_every_changed_byte_of_the_tensors(mixed: Path) -> None:
     read, content, changed = runpy.run_path(str(EXAMPLE))["read"], mixed.read_bytes(), mixed.with_name("changed")
     for place in range(8 + int.from_bytes(content[:8], "little"), len(content)):
@@ -125,7 +139,7 @@ def test_two_names_swapped_in_the_manifest_are_refused(mixed: Path) -> None:
     header["__metadata__"]["manifest"] = other
     swapped = with_header(mixed, header)
     for reader in READERS.values():
-        with pytest.raises(GrowpruneError, match=r"\(its SHA-256 does not match\): it is damaged"):
+        with pytest.raises(GrowpruneError, match=r"\(its CRC-32 does not match\): it is damaged"):
             reader(swapped)
     with pytest.raises(ValueError, match=r"the manifest of .* is damaged"):
         as_example_reads(swapped)

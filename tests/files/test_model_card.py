@@ -45,13 +45,7 @@ def test_a_card_counts_the_weights_and_the_bytes(storage: str, tmp_path: Path) -
     assert lines[:6] == ["---", "library_name: growprune", "tags:", "- sparse", "- pruning", "---"]
     assert "# mine" in lines
     assert "A sparse model: 75.00% of its prunable weights are zero (pattern `unstructured`)." in lines
-    start = lines.index("| weights | number | non-zero | sparsity |")
-    assert lines[start + 2 : start + 6] == [
-        "| Conv2d | 36 | 9 | 75.00% |",
-        "| Linear | 200 | 50 | 75.00% |",
-        "| **all prunable** | 236 | 59 | 75.00% |",
-        "| **whole model** | 253 | 76 | 69.96% |",
-    ]
+    assert "59 of 236 prunable weights are non-zero, of 253 weights in all." in lines
     for name in ("model.safetensors", "growprune.safetensors"):
         assert f"| {name} | {(tmp_path / 'mine' / name).stat().st_size:,} |" in lines
     assert "license" not in card
@@ -79,7 +73,6 @@ def test_a_model_of_transformers_is_loaded_by_its_class_and_names_its_base(
     sparse = saved(model, tmp_path / "mine")
     card = (tmp_path / "mine" / "README.md").read_text()
     assert "\nbase_model: someone/tiny-gpt2\n---\n" in card
-    assert "| Conv1D | " in card
     monkeypatch.chdir(tmp_path)
     scope: dict[str, gp.SparseModel] = {}
     exec(code_of(card), scope)
@@ -112,7 +105,7 @@ def test_a_card_is_written_again_until_somebody_edits_it(tmp_path: Path) -> None
     saved(nn.Sequential(nn.Linear(8, 4)), tmp_path)
     saved(Net(), tmp_path)
     card = (tmp_path / "README.md").read_text()
-    assert "| Conv2d |" in card
+    assert "59 of 236" in card
     mine = "\n".join(line for line in card.splitlines() if "Written by growprune" not in line) + "license: mit\n"
     (tmp_path / "README.md").write_text(mine)
     saved(nn.Sequential(nn.Linear(8, 4)), tmp_path)
@@ -130,7 +123,7 @@ def test_converting_a_folder_keeps_its_own_readme(tmp_path: Path) -> None:
     save_file({"weight": weight}, tmp_path / "theirs" / "model.safetensors")
     convert(tmp_path / "theirs", tmp_path / "first")
     card = (tmp_path / "first" / "README.md").read_text()
-    assert "# first\n" in card and "| matrices | 64 | 8 | 87.50% |" in card
+    assert "# first\n" in card and "\n8 of 64 prunable" in card
     (tmp_path / "theirs" / "README.md").write_text("mine")
     convert(tmp_path / "theirs", tmp_path / "second")
     assert (tmp_path / "second" / "README.md").read_text() == "mine"

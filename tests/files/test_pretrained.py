@@ -6,7 +6,6 @@ import gc
 import io
 import json
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,31 +216,6 @@ def test_a_compact_model_says_what_to_do_before_it_is_exported(way: str) -> None
         WAYS_OUT[way](sparse.model, x)
     assert torch.equal(sparse.model(x), expected)
     WAYS_OUT[way](sparse.to_dense_(), x)
-
-
-@storages
-def test_onnx_runs_the_exported_model(storage: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    sparse, x = pruned(storage), torch.randn(2, 8)
-    expected = sparse.model(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(sparse.to_dense_().eval(), (x,), str(tmp_path / "model.onnx"), dynamo=True)
-    session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    assert torch.allclose(torch.from_numpy(found), expected, atol=1e-6)
-
-
-@storages
-def test_openvino_converts_the_model(storage: str) -> None:
-    openvino = pytest.importorskip("openvino")
-    sparse, x = pruned(storage), torch.randn(2, 8)
-    expected = sparse.model(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled = openvino.compile_model(openvino.convert_model(sparse.to_dense_().eval(), example_input=x), "CPU")
-    assert torch.allclose(torch.from_numpy(compiled(x.numpy())[0]), expected, atol=1e-2)
 
 
 @storages

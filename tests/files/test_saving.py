@@ -76,7 +76,7 @@ def test_a_setting_that_is_not_json_is_named(setting: str, value: object, tmp_pa
 
 def test_a_setting_that_is_no_number_is_not_json() -> None:
     with pytest.raises(GrowpruneError, match=r"^sparsity=nan cannot be written to a file"):
-        write_metadata({"seed": 0, "sparsity": float("nan"), "tensors": {}})
+        write_metadata({"seed": 0, "sparsity": float("nan")}, [])
 
 
 def test_state_that_is_no_tensor_is_named_in_a_warning(tmp_path: Path) -> None:

@@ -246,13 +246,11 @@ def test_a_checkpoint_without_its_index_is_refused(on_two: Run, tmp_path: Path) 
     assert gp.newest_sharded_checkpoint(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("version", "remedy"), [(1, "it was never released, so train again"), (3, "update growprune"), (None, "update")]
-)
-def test_a_checkpoint_of_another_version_says_what_to_do(version: int | None, remedy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3, None])
+def test_a_checkpoint_of_another_version_is_refused(version: int | None, tmp_path: Path) -> None:
     (tmp_path / "growprune.json").write_text(json.dumps({"format": "growprune-state", "version": version}))
     sparse = gp.SparseModel(torch.nn.Linear(4, 4), sparsity=0.5)
-    with pytest.raises(gp.GrowpruneError, match=rf"has version {version}, this growprune reads 2: {remedy}"):
+    with pytest.raises(gp.GrowpruneError, match=f"has version {version}, this growprune reads 2"):
         gp.load_sharded_checkpoint(tmp_path, sparse)
 
 

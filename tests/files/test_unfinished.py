@@ -66,18 +66,6 @@ def test_a_plan_that_is_over_or_a_model_at_its_sparsity_is_saved_quietly(tmp_pat
     assert sparse.num_alive == 16
 
 
-def test_phases_that_end_at_another_sparsity_than_the_models_are_warned_of_at_last(tmp_path: Path) -> None:
-    model = nn.Linear(8, 8)
-    sparse = gp.SparseModel(model, sparsity=0.75)
-    plan = gp.methods.gmp(gp.Partition.contiguous(model, 1), sparsity=0.5, iterations=2, every=1)
-    optimizer = gp.Cursor(sparse, list(plan)).attach(torch.optim.SGD(model.parameters(), 0.1))
-    for _ in range(2):
-        step(model, optimizer)
-    says = r"^the saved model has sparsity 0\.5, not at its target sparsity of 0\.75: call sparse.prune\(\) before"
-    with pytest.warns(UserWarning, match=says):
-        gp.save(sparse, tmp_path / "model.safetensors")
-
-
 def test_a_model_whose_plan_was_never_begun_is_warned_of(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     sparse = gp.SparseModel(model, sparsity=0.75, allocation="global")

@@ -527,7 +527,7 @@ def saved_as_int8(mesh: DeviceMesh, folder: str) -> None:
 
 def test_a_sharded_model_is_saved_with_int8_values(on_two: Run, tmp_path: Path) -> None:
     on_two(saved_as_int8, str(tmp_path))
-    assert gp.manifest(tmp_path / "sharded")["version"] == "4"
+    assert any("scales_crc32" in about for about in gp.manifest(tmp_path / "sharded")["tensors"].values())
     assert (tmp_path / "sharded").read_bytes() == (tmp_path / "whole").read_bytes()
 
 

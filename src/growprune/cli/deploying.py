@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,8 @@ from growprune.errors import GrowpruneError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 ModelSource = Annotated[
-    str, typer.Option("--model", metavar="FILE.py:FUNCTION", help="Function that builds the model. Only for FILE.")
+    str,
+    typer.Option("--model", metavar="FUNCTION", help="path.py:function or module:function that builds the model."),
 ]
 ExampleShape = Annotated[
     str,
@@ -38,7 +40,6 @@ def deploy(
     seconds: Seconds = 10.0,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device to run on. Layers are timed there.")] = "cpu",
     by_layer: ByLayer = False,
-    values: Annotated[str, typer.Option(help="int8: keep weights in 8 bits. For --device cuda.")] = "",
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -55,7 +56,7 @@ def deploy(
     where = checked_device(device)
     origin = origin_of(path, model, example_shape, trust=trust)
     built, example = build(origin)
-    options: Any = {"whole": not by_layer, "device": where, "values": values or None}
+    options: Any = {"whole": not by_layer, "device": where}
     deployed = deploy_model(weights_file(path), example, into=built, seconds=seconds, **options)
     deployed.save(out, origin=origin)
     if as_json:
@@ -84,35 +85,55 @@ def origin_of(path: Path, model: str, example_shape: str, *, trust: bool = False
         return {"run": run, "example_shape": example_shape}
     if not path.is_file():
         raise GrowpruneError(f"{path} does not exist. Give a run folder or a sparse file")
-    if not model or not example_shape:
+    if not model:
         raise GrowpruneError(
             f"{path} is a file and has no model code. Add --model FILE.py:FUNCTION, which builds the model, and "
             f"--example-shape, such as 1,3,224,224"
         )
-    return {"model": absolute(model), "example_shape": example_shape}
+    return {"model": absolute(model) if ".py:" in model else model, "example_shape": example_shape}
 
 
 def build(origin: dict[str, Any]) -> tuple[nn.Module, Any]:
     """Build the model in eval mode, and an example input."""
-    import torch
-
     from growprune.engine.override import override
-    from growprune.engine.source import load
     from growprune.recipes import find
 
     shape = parse_shape(origin["example_shape"])
     if "run" in origin:
-        run = origin["run"]
-        task = override(find(run["source"]), run.get("settings") or {}).task
-        example = task.example() if shape is None else example_of(shape)
-        return task.build_model().eval(), example
-    if ":" not in origin["model"]:
-        raise GrowpruneError(f"--model must be FILE.py:FUNCTION, got {origin['model']!r}")
-    built = load(origin["model"], "model")()
-    if not isinstance(built, torch.nn.Module):
-        raise GrowpruneError(f"--model {origin['model']} must return an nn.Module, got {type(built).__name__}")
-    assert shape is not None
-    return built.eval(), example_of(shape)
+        task = override(find(origin["run"]["source"]), origin["run"].get("settings") or {}).task
+        model, example = task.build_model(), task.example() if shape is None else None
+    else:
+        model, example = build_model(origin["model"])
+    if shape is None and example is None:
+        raise GrowpruneError(
+            "no example input: pass --example-shape, or a --model that returns the model and an example"
+        )
+    return model.eval(), example if shape is None else example_of(shape)
+
+
+def build_model(text: str) -> tuple[nn.Module, Any]:
+    """Call the user's function. Return the model, and the example input if the function returns one too."""
+    from torch import nn
+
+    from growprune.engine.source import called, load
+
+    place, colon, name = text.rpartition(":")
+    if not colon or not place:
+        raise GrowpruneError(f"--model must be path.py:function or module:function, got {text!r}")
+    if place.endswith(".py") or Path(place).is_file():
+        function = load(text, "model")
+    else:
+        try:
+            function = getattr(importlib.import_module(place), name)
+        except (ImportError, AttributeError) as error:
+            raise GrowpruneError(f"--model {text!r} was not found ({error}). Check the module and the name") from None
+    made = called(function, text)
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise GrowpruneError(
+            f"--model {text} must return an nn.Module or a tuple (module, example input), got {type(made).__name__}"
+        )
+    return model, example
 
 
 def example_of(shape: tuple[int, ...]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,18 +22,6 @@ from growprune.storage import kernels
 from growprune.tasks.cores import num_cores
 
 State = Literal["ok", "absent", "slow", "broken"]
-
-REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
-EXTRAS = {
-    "digits": ("scikit-learn",),
-    "classification": ("pillow",),
-    "detection": ("pillow", "pycocotools"),
-    "translation": ("sentencepiece", "sacrebleu"),
-    "report": ("plotly",),
-    "tensorboard": ("tensorboard",),
-}
-"""Distributions by extra, as pyproject.toml has them."""
-
 COLOURS = {"ok": "green", "absent": "dim", "slow": "yellow", "broken": "red"}
 MANY_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 """Variables by which launchers say how many processes they start."""
@@ -50,7 +39,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Run all checks. Loads torch, and runs the kernels on tiny tensors."""
-    return [*_versions(), *_extras(), *_devices(), *_kernels(), *_compiler(), *_threads(), *_settings()]
+    return [*_packages(), *_devices_and_kernels(), *_speed()]
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -68,26 +57,6 @@ def show_findings(findings: Sequence[Finding]) -> None:
     out().print(f"{', '.join(wrong)}: see above" if wrong else "All checks passed: nothing is broken or slow")
 
 
-def _versions() -> Iterator[Finding]:
-    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.release()}")
-    yield Finding("growprune", "ok", growprune.__version__)
-    for name in REQUIRED:
-        if (found := _version(name)) is None:
-            yield Finding(name, "broken", "not installed", "pip install growprune")
-        else:
-            yield Finding(name, "ok", found)
-
-
-def _extras() -> Iterator[Finding]:
-    for extra, names in EXTRAS.items():
-        missing = [name for name in names if _version(name) is None]
-        if missing:
-            text = f"{', '.join(missing)} not installed"
-            yield Finding(f"extra {extra}", "absent", text, f"pip install 'growprune[{extra}]'")
-        else:
-            yield Finding(f"extra {extra}", "ok", ", ".join(f"{name} {_version(name)}" for name in names))
-
-
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -95,50 +64,59 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _devices() -> Iterator[Finding]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _packages() -> Iterator[Finding]:
+    """The versions of Python, growprune and its dependencies, by extra."""
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.release()}")
+    yield Finding("growprune", "ok", growprune.__version__)
+    extras: dict[str, list[str]] = {"": []}
+    for line in (importlib.metadata.requires("growprune") or []) if _version("growprune") else []:
+        needed_by = re.search(r"extra == .(\w+)", line)
+        extras.setdefault(needed_by[1] if needed_by else "", []).append(re.split(r"[^\w.-]", line)[0])
+    for extra, names in extras.items():
+        if extra in ("dev", "dist", "docs", "tasks"):  # for developers, or made of others
+            continue
+        missing = [name for name in names if _version(name) is None]
+        name = f"extra {extra}" if extra else "required"
+        if missing:
+            install = f"pip install 'growprune[{extra}]'" if extra else "pip install growprune"
+            yield Finding(name, "absent" if extra else "broken", f"{', '.join(missing)} not installed", install)
+        else:
+            yield Finding(name, "ok", ", ".join(f"{name} {_version(name)}" for name in names))
+
+
+def _devices_and_kernels() -> Iterator[Finding]:
+    """CPU and GPUs, and whether the mask kernels work there. A wrong kernel would train a wrong model."""
+    memory, triton = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _version("triton")
     yield Finding("cpu", "ok", f"{num_cores()} cores, {memory / 2**30:.1f} GiB of memory, {platform.machine()}")
-    if not torch.cuda.is_available():
-        yield from _no_cuda()
-        return
-    for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        text = f"{about.name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-        state: State = "ok" if free > total / 2 else "slow"
-        do = "" if state == "ok" else "another process uses most of the memory: see nvidia-smi"
-        yield Finding(f"cuda:{index}", state, text, do)
-
-
-def _no_cuda() -> Iterator[Finding]:
-    if torch.version.cuda is None and shutil.which("nvidia-smi"):
-        yield Finding("cuda", "slow", "NVIDIA driver found, but this torch is CPU-only", "install torch with CUDA")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_properties(index).name
+            text, is_free = f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free", free > total / 2
+            do = "" if is_free else "another process uses most of the memory: see nvidia-smi"
+            yield Finding(f"cuda:{index}", "ok" if is_free else "slow", text, do)
     elif torch.version.cuda is not None:
-        yield Finding(
-            "cuda", "absent", f"torch is built for CUDA {torch.version.cuda}, but finds no GPU", "see nvidia-smi"
-        )
+        built = f"torch is built for CUDA {torch.version.cuda}, but finds no GPU"
+        yield Finding("cuda", "absent", built, "see nvidia-smi")
+    elif shutil.which("nvidia-smi"):
+        yield Finding("cuda", "slow", "NVIDIA driver found, but this torch is CPU-only", "install torch with CUDA")
     else:
         yield Finding("cuda", "absent", "no GPU, and torch is CPU-only")
-
-
-# Kernels
-
-
-def _kernels() -> Iterator[Finding]:
-    """Test the mask kernels on each device. A wrong kernel would train a wrong model."""
-    yield _try_kernels(torch.device("cpu"))
-    version = _version("triton")
-    if not torch.cuda.is_available():
-        yield Finding("triton", "absent", f"{version}, but no GPU to use it" if version else "not installed; no GPU")
-    elif version is None:
+    yield _try_kernels("kernels", torch.device("cpu"))
+    if torch.cuda.is_available() and triton:
+        yield _try_kernels(f"triton {triton}", torch.device("cuda"))
+    elif torch.cuda.is_available():
         text = "not installed: masks on CUDA use torch operations, which are several times slower"
         yield Finding("triton", "slow", text, "pip install triton")
+    names = (*os.environ.get("CXX", "").split()[:1], "c++", "g++", "clang++")
+    if found := next(filter(None, map(shutil.which, names)), None):
+        yield Finding("C++ compiler", "ok", found)
     else:
-        yield _try_kernels(torch.device("cuda"))
+        text = "none found: gp.deploy and torch.compile on a CPU need one"
+        yield Finding("C++ compiler", "absent", text, "install g++ or clang, or set CXX")
 
 
-def _try_kernels(device: torch.device) -> Finding:
-    name = "kernels" if device.type == "cpu" else f"triton {_version('triton')}"
+def _try_kernels(name: str, device: torch.device) -> Finding:
     try:
         is_right = kernels_work(device)
     except Exception as error:  # report whatever a compiler or a driver raises
@@ -146,8 +124,7 @@ def _try_kernels(device: torch.device) -> Finding:
         return Finding(name, "broken", text, "install a C compiler, or a Triton that matches torch and the driver")
     if not is_right:
         return Finding(name, "broken", f"the kernels give wrong results on {device}", "please report it as a bug")
-    kind = "Triton kernels" if device.type == "cuda" else "mask kernels"
-    return Finding(name, "ok", f"{kind} give correct results on {device}")
+    return Finding(name, "ok", f"mask kernels give correct results on {device}")
 
 
 def kernels_work(device: torch.device) -> bool:
@@ -163,21 +140,8 @@ def kernels_work(device: torch.device) -> bool:
     return is_same_mask and torch.equal(dense, expected) and torch.equal(back, values)
 
 
-def _compiler() -> Iterator[Finding]:
-    """Look for the C++ compiler that torch.compile needs on a CPU."""
-    names = (*os.environ.get("CXX", "").split()[:1], "c++", "g++", "clang++")
-    if found := next(filter(None, map(shutil.which, names)), None):
-        yield Finding("C++ compiler", "ok", found)
-    else:
-        yield Finding(
-            "C++ compiler", "absent", "none found: torch.compile on a CPU needs one", "install g++ or clang, or set CXX"
-        )
-
-
-# What is slow
-
-
-def _threads() -> Iterator[Finding]:
+def _speed() -> Iterator[Finding]:
+    """Threads, other load, and variables that make training slow."""
     threads, cores = torch.get_num_threads(), num_cores()
     text = f"torch uses {threads} threads of {cores} cores"
     launched = next((int(os.environ[name]) for name in MANY_PROCESSES if os.environ.get(name, "").isdigit()), 1)
@@ -186,25 +150,16 @@ def _threads() -> Iterator[Finding]:
     elif launched > 1 and launched * threads > cores:
         best = max(1, cores // launched)
         yield Finding("threads", "slow", f"{text}, in each of {launched} processes", f"set OMP_NUM_THREADS={best}")
-    elif "OMP_NUM_THREADS" in os.environ and threads < cores:
-        do = "unset OMP_NUM_THREADS if a single process trains here"
-        yield Finding("threads", "ok", f"{text}, set by OMP_NUM_THREADS", do)
     else:
-        yield Finding("threads", "ok", text, "set OMP_NUM_THREADS if you train with several processes")
-    yield from _load(threads, cores)
-
-
-def _load(threads: int, cores: int) -> Iterator[Finding]:
-    """Warn if other processes use the cores: each parallel step waits for its slowest thread."""
+        yield Finding("threads", "ok", text, "set OMP_NUM_THREADS to change it, such as for several processes")
     busy = os.getloadavg()[0]
-    if threads > 1 and busy + threads > cores + 1:
-        free = max(1, round(cores - busy))
+    if threads > 1 and busy + threads > cores + 1:  # each parallel step waits for its slowest thread
         text = f"other processes use {busy:.1f} of {cores} cores: torch's threads wait for each other"
-        yield Finding("load", "slow", text, f"wait for them, or set OMP_NUM_THREADS={free}")
-
-
-def _settings() -> Iterator[Finding]:
-    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        yield Finding("CUDA_LAUNCH_BLOCKING", "slow", "torch waits for every kernel", "unset CUDA_LAUNCH_BLOCKING")
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        yield Finding("TRITON_INTERPRET", "slow", "Triton kernels run in Python", "unset TRITON_INTERPRET")
+        do = f"wait for them, or set OMP_NUM_THREADS={max(1, round(cores - busy))}"
+        yield Finding("load", "slow", text, do)
+    for name, text in (
+        ("CUDA_LAUNCH_BLOCKING", "torch waits for every kernel"),
+        ("TRITON_INTERPRET", "Triton kernels run in Python"),
+    ):
+        if os.environ.get(name, "0") not in ("", "0"):
+            yield Finding(name, "slow", text, f"unset {name}")

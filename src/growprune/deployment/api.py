@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from growprune.deployment.cpu.library import Tile
 from growprune.deployment.cpu.tuning import seconds_in_turns
-from growprune.deployment.cuda.generation import prepare_generation
 from growprune.deployment.cuda.swapping import deploy_linears
 from growprune.deployment.deployed import Deployed, Swapped
 from growprune.deployment.deployed_folder import (
@@ -29,10 +28,9 @@ from growprune.deployment.example import Example, first_line, keeps_state, resto
 from growprune.deployment.graph.trace import NotTraceable
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.parts import Part, deploy_parts
-from growprune.deployment.skeleton import Skeleton, blank_copy, empty, fill_in, module_of, skeleton_of
+from growprune.deployment.skeleton import Skeleton, blank_copy, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
-from growprune.files.quantized import check_values
 from growprune.files.writer import check_finished
 from growprune.sparse.model import SparseModel
 
@@ -46,6 +44,7 @@ STATEFUL = (
 )
 
 
+@torch.inference_mode(False)
 def deploy(
     model: nn.Module | SparseModel | str | os.PathLike[str],
     example: Any,
@@ -54,7 +53,6 @@ def deploy(
     device: str | torch.device = "cpu",
     seconds: float = SECONDS,
     whole: bool = True,
-    values: str | None = None,
 ) -> Deployed:
     """Make a trained sparse model run on sparse kernels. The model itself is not changed.
 
@@ -73,8 +71,6 @@ def deploy(
             the kernels are compiled on top of it.
         whole: False swaps only single layers, and takes any shape: for models that are used by other methods
             than their forward, as in decoding. Use the `module` of what is returned.
-        values: on a GPU, "int8" keeps the weights of sparse linear layers in 8 bits with one scale per output row. The
-            `table` shows the error. By default they are in the model's own dtype.
 
     Examples:
         >>> sparse = SparseModel(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), sparsity=0.9)
@@ -84,14 +80,22 @@ def deploy(
         >>> torch.allclose(fast(x), sparse.model(x), atol=1e-6)
         True
     """
-    where, given = checked_device(device), Example.of(example)
-    check_values(values)
-    if values is not None and where.type == "cpu":
-        raise GrowpruneError(f"values={values!r} needs device='cuda': the CPU kernels only support float32")
-    found = _model(model, into)
+    where, given = checked_device(device), Example.of(example).outside_inference_mode()
+    if isinstance(model, (nn.Module, SparseModel)):
+        found = model
+    elif not isinstance(model, (str, os.PathLike)):
+        raise GrowpruneError(
+            f"deploy takes a SparseModel, a module or the path of a sparse file, got {type(model).__name__}"
+        )
+    elif into is None:
+        raise GrowpruneError(
+            f"{os.fspath(model)} is a file, which has no code: give into=model, the model that was saved"
+        )
+    else:
+        found = _load_sparse(model, into)
     check_finished(found, "deployed")
     if where.type == "cuda":
-        return deploy_on_gpu(found, given, device=where, seconds=seconds, known={}, values=values)
+        return deploy_on_gpu(found, given, device=where, seconds=seconds, known={})
     if elsewhere := [tensor.device for tensor in module_of(found).parameters() if tensor.device.type != "cpu"]:
         raise GrowpruneError(
             f"device is 'cpu', but the model is on {elsewhere[0]}: call model.cpu() first, or give device='cuda'"
@@ -114,20 +118,6 @@ def checked_device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _model(model: Any, into: nn.Module | None) -> nn.Module | SparseModel:
-    if isinstance(model, (nn.Module, SparseModel)):
-        return model
-    if not isinstance(model, (str, os.PathLike)):
-        raise GrowpruneError(
-            f"deploy takes a SparseModel, a module or the path of a sparse file, got {type(model).__name__}"
-        )
-    if into is None:
-        raise GrowpruneError(
-            f"{os.fspath(model)} is a file, which has no code: give into=model, the model that was saved"
-        )
-    return _load_sparse(model, into)
-
-
 def _load_sparse(path: str | os.PathLike[str], into: nn.Module) -> SparseModel:
     """A file in compact storage, so that its sparse weights are never dense; in a copy of the model."""
     blank = blank_copy(into)
@@ -139,6 +129,7 @@ def _load_sparse(path: str | os.PathLike[str], into: nn.Module) -> SparseModel:
         return file.load(path, blank)
 
 
+@torch.inference_mode(False)
 def load_deployed(
     folder: str | os.PathLike[str], model: nn.Module, *, seconds: float = SECONDS, example: Any = None
 ) -> Deployed:
@@ -155,37 +146,32 @@ def load_deployed(
     device = checked_device(about["device"])
     sparse = _load_sparse(folder / WEIGHTS, model)
     try:
-        table = read_table(about, is_gpu=device.type == "cuda")
+        table = read_table(about)
         given = read_example(about["example"]) if example is None else Example.of(example)
         is_same, in_torch = about["machine"] == machine(device) and example is None, about["runs"] == "torch"
-        whole, values = bool(about["is_whole"]), about.get("values")
-        check_values(values)
-        if is_same and any(row.tile is not None and row.tile.threads > torch.get_num_threads() for row in table):
+        whole = bool(about["is_whole"])
+        if is_same and any(isinstance(row.tile, Tile) and row.tile.threads > torch.get_num_threads() for row in table):
             raise ValueError("a layer has more threads than the machine it was measured on")
     except UNREADABLE as error:
         raise damaged(folder, error) from None
     options: Any = {"seconds": 0 if is_same else seconds, "known": {row.layer: row for row in table} if is_same else {}}
-    with contextlib.nullcontext() if example is not None else _blaming(folder / ABOUT):
+    try:
         if device.type == "cuda":
-            deployed = deploy_on_gpu(sparse, given, device=device, values=values, **options)
+            deployed = deploy_on_gpu(sparse, given, device=device, **options)
         else:
             deployed = _deploy_on_cpu(sparse, given, whole=whole, **options)
+    except (*UNREADABLE, RuntimeError) as error:
+        if example is not None:
+            raise
+        raise GrowpruneError(
+            f"the model failed on the example in {folder / ABOUT} ({first_line(error)}): give example=, or deploy the "
+            f"model again"
+        ) from error
     if is_same:
         deployed.table = table
         if in_torch:
             deployed.stay_in_torch()
     return deployed
-
-
-@contextlib.contextmanager
-def _blaming(path: Path) -> Iterator[None]:
-    """Name the file of an example that the model cannot take."""
-    try:
-        yield
-    except (*UNREADABLE, RuntimeError) as error:
-        raise GrowpruneError(
-            f"the model failed on the example in {path} ({first_line(error)}): give example=, or deploy the model again"
-        ) from error
 
 
 def _deploy_on_cpu(
@@ -196,17 +182,27 @@ def _deploy_on_cpu(
     options: Any = {"whole": whole, "settings": _settings_of(model)}
     in_torch = ""
     if not skeleton.matrices:
-        warn(f"the model has no sparse weights{_of_other_dtypes(skeleton.module)}: it stays in torch as it is")
+        others = {str(p.dtype) for p in skeleton.module.parameters() if p.dim() > 1 and p.is_floating_point()}
+        others -= {"torch.float32"}
+        of = f" in float32, which the CPU kernels need, but some in {', '.join(sorted(others))}" if others else ""
+        warn(f"the model has no sparse weights{of}: it stays in torch as it is")
         in_torch = "the whole model"
     elif keeps_state(module_of(model), example) and whole:
         warn(STATEFUL)
         in_torch = "the whole model (it keeps a state)"
     if in_torch:
-        fill_in(skeleton)
+        skeleton.fill_in()
         table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=(in_torch,))
         return Deployed(Swapped(skeleton.module), skeleton, table, example, **options)
     with restored(list(skeleton.module.modules())):
-        swapped = _swapped(skeleton, example, seconds=seconds, whole=whole, known=known)
+        reasons, swapped = [], None
+        if whole:
+            try:
+                swapped = Part(skeleton.module, skeleton, seconds=seconds, known=known).plan(example)
+            except NotTraceable as error:
+                reasons = [f"{type(skeleton.module).__name__} as a whole ({error})"]
+        if swapped is None:
+            swapped = deploy_parts(skeleton, example, seconds=seconds, known=known, by_layer=not whole, reasons=reasons)
         times = _times(skeleton, swapped, example, seconds / 4) if seconds > 0 else None
     rows = (*swapped.rows, *_rows_in_torch(skeleton, swapped.rows))
     deployed_ms, torch_ms = times or (None, None)
@@ -218,39 +214,16 @@ def _deploy_on_cpu(
     return deployed
 
 
-def _of_other_dtypes(module: nn.Module) -> str:
-    found = {str(p.dtype) for p in module.parameters() if p.dim() > 1 and p.is_floating_point()} - {"torch.float32"}
-    return f" in float32, which the CPU kernels need, but some in {', '.join(sorted(found))}" if found else ""
-
-
 def deploy_on_gpu(
-    model: nn.Module | SparseModel,
-    example: Example,
-    *,
-    device: torch.device,
-    seconds: float,
-    known: Mapping[str, Row],
-    values: str | None = None,
-    fuse: bool = True,
+    model: nn.Module | SparseModel, example: Example, *, device: torch.device, seconds: float, known: Mapping[str, Row]
 ) -> Deployed:
     """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
-    swapped = deploy_linears(model, example, device=device, seconds=seconds, known=known, values=values, fuse=fuse)
-    prepare_generation(swapped.module)
+    skeleton = skeleton_of(model, for_gpu=True)
+    swapped = deploy_linears(skeleton, example, device=device, seconds=seconds, known=known)
     if not swapped.rows:
         warn("the model has no sparse linear layers: it stays in torch as it is")
     table = Table(tuple(swapped.rows), in_torch=tuple(swapped.in_torch) if swapped.rows else ("the whole model",))
-    bare, settings = Skeleton(swapped.module, {}), _settings_of(model)
-    return Deployed(swapped, bare, table, example, whole=False, settings=settings, device=device)
-
-
-def _swapped(skeleton: Skeleton, example: Example, *, seconds: float, whole: bool, known: Mapping[str, Row]) -> Swapped:
-    reasons = []
-    if whole:
-        try:
-            return Part(skeleton.module, skeleton, seconds=seconds, known=known).plan(example)
-        except NotTraceable as error:
-            reasons = [f"{type(skeleton.module).__name__} as a whole ({error})"]
-    return deploy_parts(skeleton, example, seconds=seconds, known=known, by_layer=not whole, reasons=reasons)
+    return Deployed(swapped, skeleton, table, example, whole=False, settings=_settings_of(model), device=device)
 
 
 def _rows_in_torch(skeleton: Skeleton, rows: Sequence[Row]) -> list[Row]:
@@ -265,7 +238,7 @@ def _rows_in_torch(skeleton: Skeleton, rows: Sequence[Row]) -> list[Row]:
 
 def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: float) -> tuple[float, float]:
     """How long the deployed model takes, and how long it takes in torch."""
-    fill_in(skeleton)
+    skeleton.fill_in()
 
     def in_torch() -> None:
         swapped.put(deployed=False)
@@ -274,7 +247,7 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
 
     times = milliseconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds, SPINNING)
     if isinstance(swapped.module, Part):
-        empty(skeleton)
+        skeleton.empty()
     return times
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 
 from growprune.deployment import deployed_folder
 from growprune.deployment.example import Example, first_line
-from growprune.deployment.layer_table import GpuRow, Row, Table
-from growprune.deployment.skeleton import Skeleton, fill_in
+from growprune.deployment.layer_table import Row, Table
+from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
-from growprune.files.quantized import INT8
+from growprune.files.atomic import replacing
 
 DEPLOY_AGAIN = "change the original model and deploy it again, with device='cpu' or 'cuda'"
 
@@ -29,8 +30,8 @@ class Replaced:
     owner: nn.Module
     name: str
     part: nn.Module
-    module: Callable[[], nn.Module]
-    """The module, which may have to be made again."""
+    module: nn.Module
+    """The module, whose sparse weight may hold nothing; see `Skeleton.fill_in`."""
 
 
 @dataclass
@@ -38,14 +39,14 @@ class Swapped:
     """A module with its parts deployed."""
 
     module: nn.Module
-    rows: Sequence[Row] = ()
-    in_torch: Sequence[str] = ()
-    replaced: Sequence[Replaced] = ()
+    rows: list[Row] = field(default_factory=list)
+    in_torch: list[str] = field(default_factory=list)
+    replaced: list[Replaced] = field(default_factory=list)
 
     def put(self, *, deployed: bool) -> None:
         """Put the parts in their places, or what they were made of."""
         for one in self.replaced:
-            one.owner._modules[one.name] = one.part if deployed else one.module()
+            one.owner._modules[one.name] = one.part if deployed else one.module
 
 
 def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
@@ -63,25 +64,17 @@ def stay_as_made(module: nn.Module, change: Callable[[Tensor], Tensor], recurse:
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = vars(module).get("device", torch.device("cpu"))  # of a Deployed; parts are on the CPU
     for dtype in {tensor.dtype for tensor in tensors if tensor.is_floating_point()} or {torch.float32}:
-        _check_no_change(change, torch.empty(0, dtype=dtype, device=device))
+        try:
+            changed = change(torch.empty(0, dtype=dtype, device=device))
+        except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
+            said = first_line(error)
+            raise GrowpruneError(f"a deployed model cannot be converted ({said}): {DEPLOY_AGAIN}") from None
+        if (changed.device, changed.dtype) != (device, dtype):
+            raise GrowpruneError(
+                f"the model is deployed in {dtype} on {device} and cannot become {changed.dtype} on {changed.device}: "
+                f"{DEPLOY_AGAIN} (the CPU kernels only support float32)"
+            )
     return module
-
-
-def _check_no_change(change: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
-    """Raise if a tensor such as those of a deployed model would get another dtype or device."""
-    try:
-        changed = change(tensor)
-    except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
-        said = first_line(error)
-        raise GrowpruneError(f"a deployed model cannot be converted ({said}): {DEPLOY_AGAIN}") from None
-    if changed.device != tensor.device:
-        raise GrowpruneError(
-            f"the model is deployed on {tensor.device} and cannot be moved to {changed.device}: {DEPLOY_AGAIN}"
-        )
-    if changed.dtype != tensor.dtype:
-        is_of_kernels = (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
-        advice = "the CPU kernels only support float32" if is_of_kernels else DEPLOY_AGAIN
-        raise GrowpruneError(f"the model is deployed in {tensor.dtype} and cannot become {changed.dtype}: {advice}")
 
 
 class Deployed(nn.Module):
@@ -121,19 +114,16 @@ class Deployed(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state if the model runs in torch; raise otherwise, since sparse kernels hold none."""
-        self._check_in_torch()
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state if the model runs in torch; raise otherwise."""
-        self._check_in_torch()
-        return super().load_state_dict(*args, **kwargs)
-
-    def _check_in_torch(self) -> None:
         if not self.is_in_torch:
             raise GrowpruneError(
                 "a deployed model has no state_dict: use deployed.save(folder), or the state_dict of the original model"
             )
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state if the model runs in torch; raise otherwise."""
+        self.state_dict()
+        return super().load_state_dict(*args, **kwargs)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,13 +136,10 @@ class Deployed(nn.Module):
 
     def stay_in_torch(self) -> None:
         """Run the whole model in torch."""
-        fill_in(self._skeleton)
         self._swapped.put(deployed=False)
+        self._skeleton.fill_in()
         self.module = self._skeleton.module
         self._swapped = Swapped(self.module, self._swapped.rows)
-
-    def _int8_weights(self) -> list[str]:
-        return [f"{row.layer}.weight" for row in self.table if isinstance(row, GpuRow) and row.error is not None]
 
     def save(self, folder: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
         """Write a folder that `load_deployed` reads: the weights as a sparse file, the table and choices as JSON.
@@ -162,20 +149,19 @@ class Deployed(nn.Module):
             origin: where the model's code is, for the command line.
         """
         self._swapped.put(deployed=False)
-        is_sparse = bool(self._skeleton.matrices or self._swapped.rows)  # though it may run dense
         try:
-            options: Any = {"is_sparse": is_sparse, "int8": self._int8_weights()}
-            deployed_folder.save_weights(Path(folder), self._skeleton, self._settings, **options)
+            deployed_folder.save_weights(Path(folder), self._skeleton, self._settings)
         finally:
             self._swapped.put(deployed=True)
         about = {
+            "format": deployed_folder.FORMAT,
             "device": self.device.type,
             "machine": deployed_folder.machine(self.device),
             "is_whole": self._whole,
-            "values": INT8 if self._int8_weights() else None,
             "runs": "torch" if self.is_in_torch else "deployed",
             "example": [deployed_folder.encoded(part) for part in (self._example.args, self._example.kwargs)],
             "origin": dict(origin or {}),
             **self.table.to_dict(),
         }
-        deployed_folder.save_about(Path(folder), about)
+        with replacing(Path(folder) / deployed_folder.ABOUT) as written:
+            written.write((json.dumps(about, indent=1) + "\n").encode())

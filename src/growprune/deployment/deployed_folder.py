@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,12 @@ from torch import Tensor, nn
 
 from growprune.deployment.cpu.library import Tile, cpu_model
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile
-from growprune.deployment.cuda.tuning import FORMATS
+from growprune.deployment.cuda.tuning import DENSE, FORMATS
 from growprune.deployment.example import Example, first_line
-from growprune.deployment.layer_table import GpuRow, Row, Table
-from growprune.deployment.skeleton import Skeleton, fill_in
+from growprune.deployment.layer_table import Row, Table
+from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.atomic import replacing
-from growprune.files.quantized import INT8
-from growprune.files.writer import check_finished
 from growprune.masks.zeros import masks_of_zeros
 from growprune.sparse.model import SparseModel
 
@@ -49,49 +46,30 @@ CHOICES = ("sparse", "dense", "torch")
 # Writing
 
 
-def save_weights(
-    folder: Path, skeleton: Skeleton, settings: Mapping[str, Any], *, is_sparse: bool, int8: Sequence[str] = ()
-) -> None:
-    """Begin the folder. Until `save_about` ends it, it is known to be incomplete.
-
-    Args:
-        int8: the parameters whose values are int8, and stay so in the file.
-    """
+def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any]) -> None:
+    """Begin the folder. Until its JSON ends it, it is known to be incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in skeleton.module.parameters()}
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
-    fill_in(bare)
-    sparse = _of_zeros(bare.module, settings) if is_sparse else SparseModel(bare.module, sparsity=0.0)
-    check_finished(sparse)
-    file.write_file(sparse, folder / WEIGHTS, values=INT8 if int8 else None, only=int8)
-
-
-def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:
-    """As `SparseModel.from_zeros`, however few: what is dense may outweigh the layers that are not."""
-    sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
-    own = sparse
-    for name, mask in masks_of_zeros(module.get_parameter, sparse.weights, own.pattern).items():
-        own.stored[name].set_mask(mask)
-    own.target_sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
-    return sparse
-
-
-def save_about(folder: Path, about: Mapping[str, Any]) -> None:
-    """End the folder with its JSON."""
-    with replacing(folder / ABOUT) as written:
-        written.write((json.dumps({"format": FORMAT, **about}, indent=1) + "\n").encode())
+    bare.fill_in()
+    module = bare.module
+    if skeleton.matrices:  # as `SparseModel.from_zeros`, however few: what is dense may outweigh the other layers
+        sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
+        for name, mask in masks_of_zeros(module.get_parameter, sparse.weights, sparse.pattern).items():
+            sparse.stored[name].set_mask(mask)
+        sparse.target_sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
+    else:
+        sparse = SparseModel(module, sparsity=0.0)
+    file.save(sparse, folder / WEIGHTS)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What a measurement is valid for."""
-    if device.type == "cuda":
-        return {"gpu": _digest(torch.cuda.get_device_name(device)), "torch": torch.__version__}
-    return {"cpu": _digest(cpu_model()), "threads": torch.get_num_threads(), "torch": torch.__version__}
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    is_gpu = device.type == "cuda"
+    model = torch.cuda.get_device_name(device) if is_gpu else cpu_model()
+    digest = hashlib.sha256(model.encode()).hexdigest()[:16]
+    return {device.type: digest, "threads": 0 if is_gpu else torch.get_num_threads(), "torch": torch.__version__}
 
 
 def encoded(value: Any) -> Any:
@@ -136,10 +114,27 @@ def damaged(folder: Path, error: BaseException) -> GrowpruneError:
     return GrowpruneError(f"{folder / ABOUT} is damaged ({first_line(error)}): deploy the model again")
 
 
-def read_table(about: Mapping[str, Any], *, is_gpu: bool = False) -> Table:
-    rows = tuple(map(_gpu_row if is_gpu else _row, about["rows"]))
+def read_table(about: Mapping[str, Any]) -> Table:
     deployed_ms, torch_ms = (_milliseconds(about[name]) for name in ("deployed_ms", "torch_ms"))
-    return Table(rows, deployed_ms, torch_ms, tuple(map(_text, about["in_torch"])))
+    return Table(tuple(map(_row, about["rows"])), deployed_ms, torch_ms, tuple(map(_text, about["in_torch"])))
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    choice, format = row["choice"], row["format"]
+    if choice not in CHOICES or format not in ("", DENSE, *FORMATS):
+        raise ValueError(f"a choice is {str(choice)[:20]!r} in the format {str(format)[:20]!r}")
+    tile, kind = None, Tile if format in ("", DENSE) else BitmaskTile if format == "bitmask" else LaneTile
+    if row["tile"] is not None:
+        low = 1 if kind is Tile else 0
+        numbers = {field.name: row["tile"][field.name] for field in fields(kind)}
+        options: dict[str, Any] = {
+            name: value if name.startswith("is_") and isinstance(value, bool) else _whole(value, low, MAX_TILE)
+            for name, value in numbers.items()
+        }
+        tile = kind(**options)
+    dense_ms, sparse_ms = (_milliseconds(row[name]) for name in ("dense_ms", "sparse_ms"))
+    layer, shape, sparsity = _text(row["layer"]), _text(row["shape"]), _number(row["sparsity"], 1)
+    return Row(layer, shape, sparsity, dense_ms, sparse_ms, choice, tile, format)
 
 
 def read_example(content: Any) -> Example:
@@ -149,39 +144,15 @@ def read_example(content: Any) -> Example:
     return Example(args, kwargs)
 
 
-def _gpu_row(row: Mapping[str, Any]) -> GpuRow:
-    if row["format"] not in (*FORMATS, "2:4", "dense"):
-        raise ValueError(f"a format is {str(row['format'])[:20]}")
-    tile = BitmaskTile if row["format"] == "bitmask" else LaneTile
-    tiles = {_whole(int(batch), 1, MAX_TILE): _gpu_tile(tile, about) for batch, about in row["tiles"].items()}
-    error = None if row.get("error") is None else _number(row["error"], 1, "error")
-    return GpuRow(**vars(_row(row, (*CHOICES, "2:4", "fused"))), format=row["format"], tiles=tiles, error=error)
-
-
-def _gpu_tile(kind: type[LaneTile] | type[BitmaskTile], about: Mapping[str, Any]) -> LaneTile | BitmaskTile:
-    options: dict[str, Any] = {
-        name: value if isinstance(value, bool) else _whole(value, 0, MAX_TILE) for name, value in about.items()
-    }
-    return kind(**options)
-
-
-def _row(row: Mapping[str, Any], choices: Sequence[str] = CHOICES) -> Row:
-    if row["choice"] not in choices:
-        raise ValueError(f"a choice is {row['choice']!r}")
-    dense_ms, sparse_ms = _milliseconds(row["dense_ms"]), _milliseconds(row["sparse_ms"])
-    tile = None if row["tile"] is None else _tile(row["tile"])
-    layer, shape, sparsity = _text(row["layer"]), _text(row["shape"]), _number(row["sparsity"], 1, "sparsity")
-    return Row(layer, shape, sparsity, dense_ms, sparse_ms, row["choice"], tile)
-
-
-def _tile(tile: Mapping[str, Any]) -> Tile:
-    return Tile(**{field.name: _whole(tile[field.name], 1, MAX_TILE) for field in fields(Tile)})
-
-
 def _decode(content: Any) -> Any:
     ((kind, value),) = content.items()
     if kind == "tensor":
-        return _tensor(value)
+        dtype, shape = getattr(torch, _text(value["dtype"])), [_whole(size, 0, 1 << 40) for size in value["shape"]]
+        if not isinstance(dtype, torch.dtype) or len(shape) > 64:
+            raise TypeError(f"a tensor is {len(shape)}-dimensional and of {value['dtype']!r}")
+        if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
+            raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
+        return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
     if kind in ("tuple", "list"):
         items = [_decode(item) for item in value]
         return tuple(items) if kind == "tuple" else items
@@ -192,29 +163,20 @@ def _decode(content: Any) -> Any:
     return value
 
 
-def _tensor(about: Mapping[str, Any]) -> Tensor:
-    dtype, shape = getattr(torch, _text(about["dtype"])), [_whole(size, 0, 1 << 40) for size in about["shape"]]
-    if not isinstance(dtype, torch.dtype) or len(shape) > 64:
-        raise TypeError(f"a tensor is {len(shape)}-dimensional and of {about['dtype']!r}")
-    if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
-        raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
-    return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
-
-
 def _whole(number: object, low: int, high: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
         raise ValueError(f"{str(number)[:20]} is not an integer from {low} to {high}")
     return number
 
 
-def _number(number: object, high: float, what: str) -> float:
+def _number(number: object, high: float) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= high:
-        raise ValueError(f"{str(number)[:20]} is not a valid {what}")
+        raise ValueError(f"{str(number)[:20]} is not a number from 0 to {high}")
     return float(number)
 
 
 def _milliseconds(number: object) -> float | None:
-    return None if number is None else _number(number, 1e12, "time")
+    return None if number is None else _number(number, 1e12)
 
 
 def _text(text: object) -> str:

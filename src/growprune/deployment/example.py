@@ -49,6 +49,10 @@ class Example:
         """What a module returns for it."""
         return module(*self.args, **self.kwargs)
 
+    def outside_inference_mode(self) -> Example:
+        """With normal tensors, which `torch.export` and in-place operations take. Call it outside of the mode."""
+        return self.mapped(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x)
+
     def mapped(self, change: Any) -> Example:
         """With each leaf changed."""
         return Example(*pytree.tree_map(change, (self.args, self.kwargs)))
@@ -73,6 +77,24 @@ def of_the_example() -> Iterator[None]:
         ) from error
 
 
+def first_inputs(module: nn.Module, example: Example) -> dict[str, Example]:
+    """Call a module. Return the first inputs of each module inside that is called, by its path."""
+    found: dict[str, Example] = {}
+    handles = []
+    for path, part in module.named_modules():
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
+            found.setdefault(path, Example(args, kwargs))
+
+        handles.append(part.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        example.call(module)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
 @torch.no_grad()
 def keeps_state(module: nn.Module, example: Example) -> bool:
     """Whether a model gives something else when it is called again with the same input and random numbers.
@@ -82,17 +104,13 @@ def keeps_state(module: nn.Module, example: Example) -> bool:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copied, outputs = copy.deepcopy(module, memo | leaving_masks(module)).eval(), []
     for _ in range(2):
-        again = example.mapped(_copied)  # some models write to their input
+        # some models write to their input; what is no tensor may hold some, such as a cache
+        again = example.mapped(lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x))
         with of_the_example(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             outputs.append(pytree.tree_map_only(Tensor, Tensor.clone, again.call(copied)))
     (first, structure), (second, other) = (pytree.tree_flatten(output) for output in outputs)
     return structure != other or not all(map(_is_same, first, second))
-
-
-def _copied(value: Any) -> Any:
-    """Of a tensor, and of what may hold some, such as a cache."""
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _is_same(a: Any, b: Any) -> bool:

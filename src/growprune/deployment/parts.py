@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.prepared import LayerSpec
 from growprune.deployment.cpu.tuning import choose
 from growprune.deployment.deployed import Replaced, Swapped, refuse_to_copy, stay_as_made
-from growprune.deployment.example import Example
+from growprune.deployment.example import Example, first_inputs
 from growprune.deployment.graph.fuse import fuse
 from growprune.deployment.graph.lower import Lowering
 from growprune.deployment.graph.operations import KNOWN
 from growprune.deployment.graph.program import Program, is_ours
 from growprune.deployment.graph.trace import NotTraceable, drop_identities, fold_constants, trace
 from growprune.deployment.layer_table import Row
-from growprune.deployment.skeleton import Skeleton, does_more, fill_in
+from growprune.deployment.skeleton import Skeleton, is_linear
 from growprune.errors import GrowpruneError, warn
 
 MOST_PLANS = 8
@@ -55,7 +54,8 @@ class _InPlaceOf(nn.Module):
     def _plan(self, key: object, make: Callable[[], Any]) -> Any:
         """The plan for a key, made if it is not kept."""
         if key not in self.plans:
-            self.plans[key] = make()
+            with torch.inference_mode(False), torch.no_grad():  # its memory is written to in any mode later
+                self.plans[key] = make()
             if len(self.plans) > MOST_PLANS:
                 self.plans.popitem(last=False)
         self.plans.move_to_end(key)
@@ -96,10 +96,10 @@ class Part(_InPlaceOf):
                 f"and the last {MOST_PLANS} are kept"
             )
         try:
-            return self._compile(example, min(self._seconds, 2.0), {})[0]
+            return self._compile(example.outside_inference_mode(), min(self._seconds, 2.0), {})[0]
         except NotTraceable as error:
             warn(f"{name} runs in torch for these inputs: {error}")
-            fill_in(self._skeleton)
+            self._skeleton.fill_in()
             return None
 
     def _compile(
@@ -196,85 +196,41 @@ def deploy_parts(
     reasons: Sequence[str] = (),
 ) -> Swapped:
     """Replace parts of the skeleton's module, which is filled, as others may use what is inside of them."""
-    fill_in(skeleton)
-    module = skeleton.module
-    inputs = _inputs(module, example)
-    walk = _Walk(skeleton, inputs, seconds / max(1, len(skeleton.matrices)), known, by_layer)
-    walk.into(module, "")
-    example.call(module)  # single layers are chosen when they see their first input
-    single = [one.part for one in walk.replaced if isinstance(one.part, LinearPart)]
-    rows = [*walk.rows, *(part.row for part in single if part.row is not None)]
-    return Swapped(module, rows, [*reasons, *walk.in_torch], walk.replaced)
+    skeleton.fill_in()
+    inputs, share = first_inputs(skeleton.module, example), seconds / max(1, len(skeleton.matrices))
+    swapped = Swapped(skeleton.module, in_torch=[*reasons])
 
-
-def _inputs(module: nn.Module, example: Example) -> dict[str, Example]:
-    """By the path of each module that is called, its first inputs."""
-    found: dict[str, Example] = {}
-    handles = []
-    for path, part in module.named_modules():
-
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
-            found.setdefault(path, Example(args, kwargs))
-
-        handles.append(part.register_forward_pre_hook(note, with_kwargs=True))
-    try:
-        example.call(module)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-class _Walk:
-    """Goes down a tree of modules until it finds what can be deployed."""
-
-    def __init__(
-        self, skeleton: Skeleton, inputs: dict[str, Example], seconds: float, known: Mapping[str, Row], by_layer: bool
-    ) -> None:
-        self._skeleton, self._inputs, self._seconds = skeleton, inputs, seconds
-        self._known, self._by_layer = known, by_layer
-        self.rows: list[Row] = []
-        self.in_torch: list[str] = []
-        self.replaced: list[Replaced] = []
-
-    def into(self, module: nn.Module, path: str) -> None:
-        for name, child in list(module.named_children()):
-            below = f"{path}.{name}" if path else name
-            if not self._num_weights(below) or isinstance(child, (Part, LinearPart)):
-                continue
-            part = self._part(child, below)
-            if part is None:
-                self.into(child, below)
-            else:
-                module._modules[name] = part
-                self.replaced.append(Replaced(module, name, part, partial(_itself, child)))
-
-    def _num_weights(self, path: str) -> int:
-        return sum(name.startswith(f"{path}.") for name in self._skeleton.matrices)
-
-    def _part(self, module: nn.Module, path: str) -> nn.Module | None:
-        is_layer = f"{path}.weight" in self._skeleton.matrices
-        if path not in self._inputs or (self._by_layer and not is_layer):
+    def part_of(module: nn.Module, path: str, num_weights: int) -> nn.Module | None:
+        is_layer = f"{path}.weight" in skeleton.matrices
+        if path not in inputs or (by_layer and not is_layer):
             return None
-        if is_layer and _is_linear(module):
-            return LinearPart(module, path, self._skeleton, seconds=self._seconds, known=self._known.get(path))
-        part = Part(module, self._skeleton, seconds=self._seconds * self._num_weights(path), known=self._known)
+        if is_layer and is_linear(module):
+            return LinearPart(module, path, skeleton, seconds=share, known=known.get(path))
+        part = Part(module, skeleton, seconds=share * num_weights, known=known)
         try:
-            planned = part.plan(self._inputs[path])
+            planned = part.plan(inputs[path])
         except NotTraceable as error:
-            self.in_torch.append(f"{path} ({type(module).__name__}: {error})")
+            swapped.in_torch.append(f"{path} ({type(module).__name__}: {error})")
             return None
-        self.rows += planned.rows
-        self.in_torch += planned.in_torch
+        swapped.rows += planned.rows
+        swapped.in_torch += planned.in_torch
         return part if any(row.choice != "torch" for row in planned.rows) else None
 
+    def walk(module: nn.Module, path: str) -> None:
+        """Go down the tree of modules until something can be deployed."""
+        for name, child in list(module.named_children()):
+            below = f"{path}.{name}" if path else name
+            num_weights = sum(weight.startswith(f"{below}.") for weight in skeleton.matrices)
+            if not num_weights or isinstance(child, (Part, LinearPart)):
+                continue
+            if (part := part_of(child, below, num_weights)) is None:
+                walk(child, below)
+            else:
+                module._modules[name] = part
+                swapped.replaced.append(Replaced(module, name, part, child))
 
-def _itself(module: nn.Module) -> nn.Module:
-    return module
-
-
-def _is_linear(module: nn.Module) -> bool:
-    if does_more(module):  # which a part sees, and a single layer does not
-        return False
-    is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
-    return is_conv1d or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    walk(skeleton.module, "")
+    example.call(skeleton.module)  # single layers are chosen when they see their first input
+    single = [one.part for one in swapped.replaced if isinstance(one.part, LinearPart)]
+    swapped.rows += [part.row for part in single if part.row is not None]
+    return swapped

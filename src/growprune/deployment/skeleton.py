@@ -6,6 +6,7 @@ The model itself is left as it is, and not needed afterwards: nothing here share
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,15 @@ from growprune.deployment.cpu.matrix import (
     matrix_of_zeros,
     pattern_of,
 )
+from growprune.deployment.cuda.products import DTYPES
 from growprune.masks.layers import Weight, dense_shape, layer_weights, shape_of
 from growprune.masks.patterns import Pattern, Unstructured
 from growprune.sparse.model import SparseModel
 from growprune.storage.adapters import leaving_masks
 from growprune.storage.compact_modules import layouts_of, make_plain
+
+WORTHWHILE_ON_A_GPU = 0.4
+"""The sparsity below which no format of a GPU is faster than a dense layer."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,6 @@ class Skeleton:
     transposed: frozenset[str] = frozenset()
     """Those of them that the module has as (in, out)."""
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
-
     def dense_weight(self, name: str, shape: Sequence[int]) -> Tensor:
         """A sparse weight in the shape that its layer has."""
         dense = self.matrices[name].dense()
@@ -51,19 +52,86 @@ class Skeleton:
             return dense.t().contiguous()
         return dense.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
 
+    def fill_in(self) -> None:
+        """Give the module its weights, dense, for those parts of it that stay in torch."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name in self.matrices:
+            parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
+            if parameter is not None and parameter.stride() == (0,) * parameter.dim():
+                parameter.data = self.dense_weight(name, parameter.shape).to(parameter.device, parameter.dtype)
+
+    def empty(self) -> None:
+        """Let go of the weights again."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name in self.matrices:
+            parameters[name].data = nothing_like(parameters[name].detach(), parameters[name].shape)
+
+
+def nothing_like(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of this shape that takes no memory."""
+    return torch.zeros((), dtype=values.dtype, device=values.device).expand(shape)
+
 
 def module_of(model: nn.Module | SparseModel) -> nn.Module:
     return model.model if isinstance(model, SparseModel) else model
 
 
-def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
-    """Split a model into its code and its sparse weights. Zeros of a plain model count as pruned."""
+def skeleton_of(model: nn.Module | SparseModel, *, for_gpu: bool = False) -> Skeleton:
+    """Split a model into its code and its sparse weights. Zeros of a plain model count as pruned.
+
+    Args:
+        for_gpu: take only linear layers with weights of their own, of any dtype that decodes, in blocks of 1 x 1.
+    """
     sparse, module = model if isinstance(model, SparseModel) else None, module_of(model)
-    groups = _weights_by_parameter(module, sparse)
-    matrices = _matrices(module, sparse, groups)
-    bare = _copied_with(module, {name: _empty(module, name) for name in matrices})
+    groups: dict[str, list[Weight]] = {}
+    for weight in [w for ws in layer_weights(module).values() for w in ws] if sparse is None else sparse.weights:
+        groups.setdefault(weight.parameter, []).append(weight)
+    parts = [part for _, part in module.named_modules(remove_duplicate=False)]
+    uses = Counter(id(parameter) for part in parts for parameter in part._parameters.values())
+    matrices, nothing = dict[str, SparseMatrix](), dict[str, nn.Parameter]()
+    for name, weights in groups.items():
+        path, _, local = name.rpartition(".")
+        owner = module.get_submodule(path)
+        values, shape = owner._parameters[local], dense_shape(owner, local)
+        assert values is not None
+        if values.is_meta or values.dtype not in (DTYPES if for_gpu else (torch.float32,)):
+            continue
+        if for_gpu and not (path and local == "weight" and is_linear(owner) and uses[id(values)] == 1):
+            continue
+        if len(weights[0].shape) != len(shape) or (weights[0].transposed and len(shape) != 2):
+            continue
+        matrix = _matrix(owner, local, weights, sparse, for_gpu)
+        if matrix.sparsity >= (WORTHWHILE_ON_A_GPU if for_gpu else WORTHWHILE):
+            matrices[name] = matrix
+            nothing[name] = nn.Parameter(nothing_like(values.detach(), shape).cpu(), requires_grad=False)
     transposed = frozenset(name for name in matrices if groups[name][0].transposed)
-    return Skeleton(bare.eval(), matrices, transposed)
+    return Skeleton(_copied_with(module, nothing).eval(), matrices, transposed)
+
+
+def _matrix(
+    module: nn.Module, local: str, weights: list[Weight], sparse: SparseModel | None, for_gpu: bool
+) -> SparseMatrix:
+    """A parameter of a module in either storage. Without a SparseModel, the zeros of a dense one are dead."""
+    values, layout = module._parameters[local], layouts_of(module).get(local)
+    assert values is not None
+    transposed = any(weight.transposed for weight in weights)
+    if layout is None and sparse is None:
+        dense = values.detach().cpu()
+        return from_dense(dense, transposed=transposed) if for_gpu else matrix_of_zeros(dense, transposed=transposed)
+    if layout is None:
+        assert sparse is not None
+        mask = sparse.stored[weights[0].parameter].mask().clone()
+    else:
+        mask = layout.mask()
+    pattern: Pattern = Unstructured()
+    if not for_gpu:
+        pattern = pattern_of(mask.t() if transposed else mask) if sparse is None else sparse.pattern
+        height, _ = block_of(pattern)
+        if any(weight.rows is not None and weight.rows[0] % height for weight in weights):
+            pattern = Unstructured()  # several matrices one below the other: blocks would reach into the next
+    if layout is None:
+        return from_dense(values, mask, pattern=pattern, transposed=transposed)
+    return from_live(values, mask, pattern=pattern, transposed=transposed, inputs_last=layout.is_folded)
 
 
 def blank_copy(module: nn.Module) -> nn.Module:
@@ -92,76 +160,14 @@ def _copied_with(module: nn.Module, replaced: Mapping[str, nn.Parameter]) -> nn.
     return bare
 
 
-def fill_in(skeleton: Skeleton) -> None:
-    """Give the module its weights, dense, for those parts of it that stay in torch."""
-    parameters = skeleton.parameters
-    for name in skeleton.matrices:
-        parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
-        if parameter is not None and parameter.stride() == (0,) * parameter.dim():
-            parameter.data = skeleton.dense_weight(name, parameter.shape)
-
-
-def empty(skeleton: Skeleton) -> None:
-    """Let go of the weights again."""
-    parameters = skeleton.parameters
-    for name in skeleton.matrices:
-        parameters[name].data = torch.zeros(()).expand(parameters[name].shape)
-
-
-def _empty(module: nn.Module, name: str) -> nn.Parameter:
-    """A parameter that has its shape and takes no memory."""
-    return nn.Parameter(torch.zeros(()).expand(shape_of(module, name)), requires_grad=False)
-
-
-def _weights_by_parameter(module: nn.Module, sparse: SparseModel | None) -> dict[str, list[Weight]]:
-    groups: dict[str, list[Weight]] = {}
-    for weight in [w for ws in layer_weights(module).values() for w in ws] if sparse is None else sparse.weights:
-        groups.setdefault(weight.parameter, []).append(weight)
-    return groups
-
-
-def _matrices(
-    module: nn.Module, sparse: SparseModel | None, groups: Mapping[str, list[Weight]]
-) -> dict[str, SparseMatrix]:
-    found = {}
-    for name, weights in groups.items():
-        path, _, local = name.rpartition(".")
-        shape = dense_shape(module.get_submodule(path), local)
-        is_known = len(weights[0].shape) == len(shape) and (not weights[0].transposed or len(shape) == 2)
-        matrix = _matrix(module.get_submodule(path), local, name, weights, sparse) if is_known else None
-        if matrix is not None and matrix.sparsity >= WORTHWHILE:
-            found[name] = matrix
-    return found
-
-
-def _matrix(
-    module: nn.Module, local: str, name: str, weights: list[Weight], sparse: SparseModel | None
-) -> SparseMatrix | None:
-    """A parameter of a module in either storage. Without a SparseModel, the zeros of a dense one are dead."""
-    values, layout = module._parameters[local], layouts_of(module).get(local)
-    assert values is not None
-    if values.dtype != torch.float32 or values.is_meta:
-        return None
-    transposed = any(weight.transposed for weight in weights)
-    if layout is None and sparse is None:
-        return matrix_of_zeros(values.detach().cpu(), transposed=transposed)
-    if layout is None:
-        assert sparse is not None
-        pattern = _pattern_of_all(sparse.pattern, weights)
-        return from_dense(values, sparse.stored[name].mask().clone(), pattern=pattern, transposed=transposed)
-    mask = layout.mask()
-    pattern = pattern_of(mask.t() if transposed else mask) if sparse is None else sparse.pattern
-    pattern = _pattern_of_all(pattern, weights)
-    return from_live(values, mask, pattern=pattern, transposed=transposed, inputs_last=layout.is_folded)
-
-
-def _pattern_of_all(pattern: Pattern, weights: Sequence[Weight]) -> Pattern:
-    """The pattern of several matrices one below the other: blocks that end where a matrix does."""
-    height, _ = block_of(pattern)
-    is_cut = any(weight.rows is not None and weight.rows[0] % height for weight in weights)
-    return Unstructured() if is_cut else pattern
-
-
 def does_more(module: nn.Module) -> bool:
     """Whether calling a module does more than its class says: it has hooks, or a forward of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a Linear or transformers' Conv1D, in either storage, and does nothing more."""
+    kind = getattr(type(module), "_plain_class", type(module))
+    is_conv1d = any(base.__name__ == "Conv1D" for base in kind.__mro__) and hasattr(module, "nf")
+    is_plain = issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward
+    return (is_conv1d or is_plain) and not does_more(module)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
@@ -24,7 +24,6 @@ from growprune.files.atomic import replacing
 from growprune.files.exporters import to_dense, to_onnx, to_openvino, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
-from growprune.files.manifest import WITH_INT8
 from growprune.files.model_card import write_model_card
 from growprune.files.pretrained import save_pretrained
 from growprune.files.quantized import check_values
@@ -101,25 +100,46 @@ def convert(
     found = read(source)
     to = to or target_by_name(dest, found.format)
     check_values(values)
+    if to not in FORMATS:
+        raise GrowpruneError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
     if values is not None and to != "sparse":
         raise GrowpruneError(f"values={values!r} is for sparse files, but the destination is {to}: use --to sparse")
-    _check(source, dest, to, model, example, force)
-    before, notes, sparsity = num_bytes(source), _notes(found, source, to, model), found.sparsity
-    alive = {name: (tuple(mask.shape), int(mask.count_nonzero())) for name, mask in sorted(found.masks.items())}
+    if to in ("onnx", "openvino") and (model is None or example is None):
+        raise GrowpruneError(
+            f"{to} is a graph and needs the model's code: pass --model and --example-shape, or a --model that returns "
+            f"the model and an example"
+        )
+    _check_dest(source, dest, to, force)
+    notes = list(found.notes)
+    if not found.masks:
+        notes.append("the source has no sparse weights: no matrix has a mask, or 5 % zeros")
+    elif model is None and to in ("sparse", "hf"):
+        notes.append(
+            "matrices are read as (out, in, ...): transposed layers, stacked experts and tied weights need --model"
+        )
+    if to == "hf" and not source.is_dir() and not hasattr(model, "save_pretrained"):
+        notes.append("the folder has no config.json: add that of the model, transformers needs it")
+    before, sparsity, dense_bytes = num_bytes(source), found.sparsity, found.dense_bytes
+    matrices = [Matrix(name, tuple(m.shape), int(m.count_nonzero())) for name, m in sorted(found.masks.items())]
     dest.parent.mkdir(parents=True, exist_ok=True)
-    _write(found, source, dest, to, model, example, values)
-    return Converted(
-        source=source,
-        dest=dest,
-        format=found.format,
-        to=to,
-        source_bytes=before,
-        dest_bytes=num_bytes(dest),
-        dense_bytes=found.dense_bytes,
-        matrices=tuple(Matrix(name, shape, count) for name, (shape, count) in alive.items()),
-        sparsity=sparsity,
-        notes=notes,
-    )
+    if to == "sparse" and found.format == "growprune" and model is None:
+        _write_again(weights_file(source), dest, values)
+    elif to == "dense" and model is None:
+        write_dense(found.tensors, found.aliases, dest)
+    else:
+        sparse = bare_sparse_model(found, str(source)) if model is None else _filled(found, source, model)
+        if to == "sparse":
+            file.save(sparse, dest, values=values)
+        elif to == "dense":
+            to_dense(sparse, dest)
+        elif to == "hf":
+            _write_folder(sparse, source, dest)
+        elif to == "onnx":
+            to_onnx(sparse, dest, example)
+        else:
+            to_openvino(sparse, dest, example)
+    sizes = before, num_bytes(dest), dense_bytes
+    return Converted(source, dest, found.format, to, *sizes, tuple(matrices), sparsity, tuple(notes))
 
 
 def target_by_name(dest: Path, format: str) -> str:
@@ -144,14 +164,8 @@ def num_bytes(path: Path) -> int:
     return path.stat().st_size + (beside.stat().st_size if beside is not None and beside.is_file() else 0)
 
 
-def _check(source: Path, dest: Path, to: str, model: nn.Module | None, example: Any, force: bool) -> None:
-    if to not in FORMATS:
-        raise GrowpruneError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
-    if to in ("onnx", "openvino") and (model is None or example is None):
-        raise GrowpruneError(
-            f"{to} is a graph and needs the model's code: pass --model and --example-shape, or a --model that returns "
-            f"the model and an example"
-        )
+def _check_dest(source: Path, dest: Path, to: str, force: bool) -> None:
+    """Raise if the destination must not be replaced."""
     if dest.exists() and dest.resolve() == source.resolve():
         raise GrowpruneError(f"{dest} is the source itself: use another destination")
     if os.path.lexists(dest) and not force:
@@ -162,58 +176,27 @@ def _check(source: Path, dest: Path, to: str, model: nn.Module | None, example: 
     if dest.is_dir() != (to == "hf") and dest.exists():
         now, needs = ("folder", "file") if dest.is_dir() else ("file", "folder")
         raise GrowpruneError(f"{dest} is a {now}, but {to} writes a {needs}: use another name")
-    if dest.is_dir() and any(dest.iterdir()) and not any((dest / name).is_file() for name in _MODELS):
+    models = ("model.safetensors", "config.json", "growprune.json", "model.safetensors.index.json")
+    if dest.is_dir() and any(dest.iterdir()) and not any((dest / name).is_file() for name in models):
         raise GrowpruneError(f"{dest} is a folder without a model, so it is not replaced: use another name")
-
-
-_MODELS = ("model.safetensors", "config.json", "growprune.json", "model.safetensors.index.json")
-
-
-def _write(
-    found: Imported, source: Path, dest: Path, to: str, model: nn.Module | None, example: Any, values: str | None
-) -> None:
-    if to == "sparse" and found.format == "growprune" and model is None:
-        _write_again(weights_file(source), dest, values)
-        return
-    if to == "dense" and model is None:
-        write_dense(found.tensors, found.aliases, dest)
-        return
-    sparse = _sparse_model(found, source, model)
-    if to == "sparse":
-        file.save(sparse, dest, values=values)
-    elif to == "dense":
-        to_dense(sparse, dest)
-    elif to == "hf":
-        _write_folder(sparse, source, dest)
-    elif to == "onnx":
-        to_onnx(sparse, dest, example)
-    else:
-        to_openvino(sparse, dest, example)
 
 
 def _write_again(source: Path, dest: Path, values: str | None) -> None:
     """Write a sparse file with its settings, which no name says. It was checked when it was read."""
-    if values is not None and file.manifest(source)["version"] != WITH_INT8:
+    if values is not None and not any("scales_crc32" in about for about in file.manifest(source)["tensors"].values()):
         rewrite_as_int8(source, dest)
         return
     with source.open("rb") as read, replacing(dest) as written:
         shutil.copyfileobj(read, written)
 
 
-def _sparse_model(found: Imported, source: Path, model: nn.Module | None) -> SparseModel:
-    """Return the imported weights in the model; without one, in a bare module with the same names."""
-    if model is None:
-        return bare_sparse_model(found, str(source))
-    _take_dtypes(found, model)
-    return file.load(weights_file(source), model) if found.format == "growprune" else found.into(model)
-
-
-def _take_dtypes(found: Imported, model: nn.Module) -> None:
-    """Convert the tensors of a model to the dtypes of the imported ones."""
+def _filled(found: Imported, source: Path, model: nn.Module) -> SparseModel:
+    """Return the imported weights in the model, which gets their dtypes."""
     for name, tensor in named_tensors(model).items():
         theirs = found.tensors.get(found.aliases.get(name, name))
         if theirs is not None and theirs.dtype != tensor.dtype and tensor.is_floating_point():
             tensor.data = tensor.data.to(theirs.dtype)
+    return file.load(weights_file(source), model) if found.format == "growprune" else found.into(model)
 
 
 def bare_sparse_model(found: Imported, where: str) -> SparseModel:
@@ -221,7 +204,8 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
 
     Its prunable weights are the sparse matrices, read as (out, in, ...); if there are none, all matrices.
     """
-    names = [name for name, tensor in found.tensors.items() if _is_matrix(tensor)]
+    floats = {name: tensor for name, tensor in found.tensors.items() if tensor.is_floating_point()}
+    names = [name for name, tensor in floats.items() if tensor.ndim >= 2 and tensor.numel()]
     if not names:
         raise GrowpruneError(f"{where} has no matrix that can be sparse: write it with --to dense")
     chosen = [name for name in names if name in found.masks] or names
@@ -244,10 +228,6 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     return sparse
 
 
-def _is_matrix(tensor: Tensor) -> bool:
-    return tensor.ndim >= 2 and tensor.is_floating_point() and tensor.numel() > 0
-
-
 def _globs(names: Iterable[str], others: Collection[str]) -> list[str]:
     """Return globs that match all the names and none of the others; names that have no such glob stay as they are.
 
@@ -262,19 +242,6 @@ def _globs(names: Iterable[str], others: Collection[str]) -> list[str]:
         is_right = all(matches(name, glob) for name in group) and not any(matches(other, glob) for other in others)
         found += [glob] if len(found) <= MAX_GLOBS and is_right else group
     return found
-
-
-def _notes(found: Imported, source: Path, to: str, model: nn.Module | None) -> tuple[str, ...]:
-    notes = list(found.notes)
-    if not found.masks:
-        notes.append("the source has no sparse weights: no matrix has a mask, or 5 % zeros")
-    if model is None and to in ("sparse", "hf") and found.masks:
-        notes.append(
-            "matrices are read as (out, in, ...): transposed layers, stacked experts and tied weights need --model"
-        )
-    if to == "hf" and not source.is_dir() and not hasattr(model, "save_pretrained"):
-        notes.append("the folder has no config.json: add that of the model, transformers needs it")
-    return tuple(notes)
 
 
 def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,16 @@ def to_onnx(model: SparseModel | nn.Module, path: str | os.PathLike[str], exampl
     with plain(model) as module, _to_be_moved(path) as folder:
         with _quiet("torch.onnx._internal.exporter._registration"):  # which misses torchvision, whoever needs it
             program: Any = torch.onnx.export(module, _as_tuple(example), dynamo=True, verbose=False, **options)
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(module)[0].values())
-        program.save(folder / path.name, external_data=num_bytes > MAX_ONNX_BYTES)
-        _check_zeros(module, onnx.load(folder / path.name), onnx.numpy_helper.to_array, path)
+        tensors = tensors_of(module)[0]
+        program.save(folder / path.name, external_data=sum(t.nbytes for t in tensors.values()) > MAX_ONNX_BYTES)
+        for stored in onnx.load(folder / path.name).graph.initializer:
+            if stored.name in tensors and tensors[stored.name].ndim >= 2:
+                alive = int(torch.count_nonzero(tensors[stored.name]))
+                if (found := int((onnx.numpy_helper.to_array(stored) != 0).sum())) != alive:
+                    raise GrowpruneError(
+                        f"the exporter changed {stored.name} from {alive} to {found} non-zero weights: {path} was not "
+                        f"written"
+                    )
 
 
 def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], example: Any) -> None:
@@ -125,18 +132,6 @@ def _to_be_moved(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_zeros(module: nn.Module, graph: Any, to_array: Callable[[Any], Any], path: Path) -> None:
-    """Raise if the exporter has changed which weights are zero."""
-    stored = {initializer.name: initializer for initializer in graph.graph.initializer}
-    for name, tensor in tensors_of(module)[0].items():
-        if name in stored and tensor.ndim >= 2:
-            array = to_array(stored[name])
-            if (found := int((array != 0).sum())) != (alive := int(torch.count_nonzero(tensor))):
-                raise GrowpruneError(
-                    f"the exporter changed {name} from {alive} to {found} non-zero weights: {path} was not written"
-                )
 
 
 def _as_tuple(example: Any) -> tuple[Any, ...]:

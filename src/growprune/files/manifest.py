@@ -5,11 +5,10 @@ The format is specified in docs/file-format.md.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +22,7 @@ from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
 
 FORMAT = "growprune"
-BITS_ONLY, WITH_GAPS, WITH_INT8 = "2", "3", "4"
-VERSIONS = {BITS_ONLY: "masks without gaps", WITH_GAPS: "gap-encoded masks", WITH_INT8: "int8 values"}
-"""What each version is for."""
+VERSION = "5"
 
 DTYPES = {
     torch.float64: "F64",
@@ -47,13 +44,6 @@ GAP_DTYPES = {torch.uint8: "U8", torch.uint16: "U16"}
 MAX_BLOCK_SIDE, MAX_DIMENSIONS = 1024, 64
 
 
-class Digest(NamedTuple):
-    """Checksums of a tensor's bytes. CRC-32 detects damage in less than half the time of SHA-256."""
-
-    sha256: str
-    crc32: int
-
-
 class Gaps(NamedTuple):
     """The tensor that holds a mask as gaps."""
 
@@ -68,18 +58,18 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    values: Digest
-    """The checksums of the tensor, or of its live values."""
+    crc32: int
+    """The checksum of the tensor, or of its live values."""
     weights: tuple[Weight, ...] = ()
     """The matrices of a prunable parameter, in order."""
     target: float | None = None
     nnz: int = 0
-    mask: Digest | None = None
-    """The checksums of the mask, for a prunable parameter."""
+    mask_crc32: int | None = None
+    """The checksum of the mask, for a prunable parameter."""
     gaps: Gaps | None = None
     """The gaps, if the mask is stored as gaps."""
-    scales: Digest | None = None
-    """The checksums of the scales, if the values are int8."""
+    scales_crc32: int | None = None
+    """The checksum of the scales, if the values are int8."""
     error: float = 0.0
     """The error of int8 values, relative to the norm of the values."""
 
@@ -94,7 +84,7 @@ class Entry:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the values in the file."""
-        return self.dtype if self.scales is None else torch.int8
+        return self.dtype if self.scales_crc32 is None else torch.int8
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
@@ -104,7 +94,9 @@ class Entry:
     def num_value_bytes(self) -> int:
         """The bytes of values and scales in the file."""
         alive = self.nnz if self.weights else self.numel
-        return alive * self.stored_dtype.itemsize + (0 if self.scales is None else 4 * math.prod(self.scale_shape))
+        return alive * self.stored_dtype.itemsize + (
+            0 if self.scales_crc32 is None else 4 * math.prod(self.scale_shape)
+        )
 
     @property
     def is_stacked(self) -> bool:
@@ -125,18 +117,17 @@ class Entry:
         return f"{self.name}.mask" if self.gaps is None else f"{self.name}.gaps"
 
     def to_dict(self) -> dict[str, Any]:
-        about: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype], **self.values._asdict()}
-        if self.mask is not None:
+        about: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype], "crc32": self.crc32}
+        if self.mask_crc32 is not None:
             about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
             about["transposed"] = self.weights[0].transposed
             if self.is_stacked:
                 about["stacked"] = True
-            about |= {"target": self.target, "nnz": self.nnz}
-            about |= {"mask_sha256": self.mask.sha256, "mask_crc32": self.mask.crc32}
+            about |= {"target": self.target, "nnz": self.nnz, "mask_crc32": self.mask_crc32}
             if self.gaps is not None:
                 about["gaps"] = [GAP_DTYPES[self.gaps.dtype], self.gaps.length]
-        if self.scales is not None:
-            about |= {"scales_sha256": self.scales.sha256, "scales_crc32": self.scales.crc32, "error": self.error}
+        if self.scales_crc32 is not None:
+            about |= {"scales_crc32": self.scales_crc32, "error": self.error}
         return about
 
 
@@ -147,46 +138,32 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
         raise GrowpruneError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
     shape = tuple(whole(length) for length in about["shape"])
     whole(math.prod(shape))
-    dtype, values = dtypes[about["dtype"]], Digest(about["sha256"], whole(about["crc32"]))
+    dtype, crc = dtypes[about["dtype"]], whole(about["crc32"])
     if "matrices" not in about:
-        return Entry(name, shape, dtype, values)
-    weights, nnz = _parse_matrices(name, shape, about), whole(about["nnz"])
-    mask = Digest(about["mask_sha256"], whole(about["mask_crc32"]))
-    gaps = _parse_gaps(*about["gaps"]) if "gaps" in about else None
-    scales, error = _parse_scales(name, dtype, about)
-    entry = Entry(name, shape, dtype, values, weights, nnz=nnz, mask=mask, gaps=gaps, scales=scales, error=error)
+        return Entry(name, shape, dtype, crc)
+    weights, nnz, scales, error, gaps = _parse_matrices(name, shape, about), whole(about["nnz"]), None, 0.0, None
+    if "scales_crc32" in about:
+        scales, error = whole(about["scales_crc32"]), about["error"]
+        if dtype not in QUANTIZABLE or not weights:
+            raise GrowpruneError(f"{name} has int8 values for {dtype}")
+        if not isinstance(error, float) or not 0 <= error < math.inf:
+            raise GrowpruneError(f"{name} has an error of {str(error)[:20]}")
+    if "gaps" in about:
+        kind, length = about["gaps"]
+        gaps = Gaps({text: dtype for dtype, text in GAP_DTYPES.items()}[kind], whole(length))
+    entry = Entry(name, shape, dtype, crc, weights, None, nnz, whole(about["mask_crc32"]), gaps, scales, error)
     if not entry.num_outside <= nnz <= entry.numel:
         raise GrowpruneError(f"{name} has {nnz} live weights of {entry.numel}")
-    if gaps is not None:
-        _check_gaps(entry, gaps)
+    if gaps is not None and not entry.is_sparse:
+        raise GrowpruneError(f"{name} has gaps, but all of its weights are live")
+    if gaps is not None:  # a few of them must not need a huge amount of memory
+        in_file = entry.num_value_bytes + gaps.length * gaps.dtype.itemsize
+        if entry.num_bytes > MAX_EXPANSION * in_file:
+            raise GrowpruneError(
+                f"{name} has {in_file} bytes in the file but {entry.num_bytes} when dense, more than {MAX_EXPANSION} "
+                f"times as many"
+            )
     return entry
-
-
-def _parse_gaps(dtype: str, length: object) -> Gaps:
-    return Gaps({text: dtype for dtype, text in GAP_DTYPES.items()}[dtype], whole(length))
-
-
-def _parse_scales(name: str, dtype: torch.dtype, about: Mapping[str, Any]) -> tuple[Digest | None, float]:
-    if "scales_sha256" not in about:
-        return None, 0.0
-    error = about["error"]
-    if dtype not in QUANTIZABLE or not about["matrices"]:
-        raise GrowpruneError(f"{name} has int8 values for {dtype}")
-    if not isinstance(error, float) or not 0 <= error < math.inf:
-        raise GrowpruneError(f"{name} has an error of {str(error)[:20]}")
-    return Digest(about["scales_sha256"], whole(about["scales_crc32"])), error
-
-
-def _check_gaps(entry: Entry, gaps: Gaps) -> None:
-    """Raise if gaps belong to a dense tensor, or if a few of them would need a huge amount of memory."""
-    if not entry.is_sparse:
-        raise GrowpruneError(f"{entry.name} has gaps, but all of its weights are live")
-    in_file = entry.num_value_bytes + gaps.length * gaps.dtype.itemsize
-    if entry.num_bytes > MAX_EXPANSION * in_file:
-        raise GrowpruneError(
-            f"{entry.name} has {in_file} bytes in the file but {entry.num_bytes} when dense, more than "
-            f"{MAX_EXPANSION} times as many"
-        )
 
 
 def _parse_matrices(name: str, shape: tuple[int, ...], about: Mapping[str, Any]) -> tuple[Weight, ...]:
@@ -220,14 +197,6 @@ def check_blocks(pattern: Pattern) -> None:
         )
 
 
-def digest(tensor: Tensor) -> Digest:
-    return Digest(sha256(bytes_of(tensor)), crc32(tensor))
-
-
-def sha256(data: bytes | memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def crc32(tensor: Tensor) -> int:
     return zlib.crc32(bytes_of(tensor))
 
@@ -238,8 +207,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return data
 
 
-def write_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
+def write_metadata(settings: Mapping[str, Any], entries: Iterable[Entry]) -> dict[str, str]:
     """Return the strings of the header that identify the file."""
+    manifest = {**settings, "tensors": {entry.name: entry.to_dict() for entry in entries}}
     for name, value in manifest.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -249,25 +219,15 @@ def write_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
                 f"Python numbers and strings"
             ) from error
     text = json.dumps(manifest)
-    version = {"format": FORMAT, "version": _version_of(manifest)}
-    return {**version, "manifest": text, "manifest_sha256": sha256(text.encode())}
+    return {"format": FORMAT, "version": VERSION, "manifest": text, "manifest_crc32": str(zlib.crc32(text.encode()))}
 
 
 def read_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the manifest from the metadata of a known version. Raise if anything is invalid."""
+    """Return the manifest from the metadata of a file of this version. Raise if anything is invalid."""
     text = metadata["manifest"]
-    if sha256(text.encode()) != metadata["manifest_sha256"]:
-        raise GrowpruneError("its SHA-256 does not match")
+    if str(zlib.crc32(text.encode())) != metadata["manifest_crc32"]:
+        raise GrowpruneError("its CRC-32 does not match")
     manifest = json.loads(text)
     if not isinstance(manifest, dict):
         raise GrowpruneError("it is not a JSON object")
-    if (needed := _version_of(manifest)) != metadata["version"]:  # so that a changed version is noticed
-        raise GrowpruneError(
-            f"{VERSIONS[needed]} need file version {needed}, this file says version {metadata['version']}"
-        )
     return manifest
-
-
-def _version_of(manifest: Mapping[str, Any]) -> str:
-    keys = {key for about in manifest["tensors"].values() for key in about}
-    return WITH_INT8 if "scales_sha256" in keys else WITH_GAPS if "gaps" in keys else BITS_ONLY

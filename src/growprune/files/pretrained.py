@@ -59,19 +59,15 @@ def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str], *, mode
     if callable(own := getattr(sparse.model, "save_pretrained", None)):
         own(folder)
     else:
-        _save_dense(sparse.model, folder / DENSE)
+        state, names = sparse.model.state_dict(), tensors_of(sparse.model)[0]
+        with replacing(folder / DENSE) as written:
+            write_safetensors(written, {name: state[name].detach() for name in names}, {"format": "pt"})
     if model_card:
         write_model_card(sparse, folder, file.manifest(folder / SPARSE))
     dense = sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
     about = {"format": 1, "dense": {path.name: digest_of(path) for path in dense}}
     with replacing(folder / ABOUT) as written:
         written.write((json.dumps(about, indent=1) + "\n").encode())
-
-
-def _save_dense(model: nn.Module, path: Path) -> None:
-    state = model.state_dict()
-    with replacing(path) as written:
-        write_safetensors(written, {name: state[name].detach() for name in tensors_of(model)[0]}, {"format": "pt"})
 
 
 def from_pretrained(
@@ -86,16 +82,6 @@ def from_pretrained(
         storage: see SparseModel. It may differ from that of the saved model.
     """
     folder = Path(folder)
-    _check(folder)
-    if not isinstance(model, nn.Module):
-        is_of_transformers = isinstance(model, type) and hasattr(model, "from_pretrained")
-        with empty_parameters():
-            model = _build_by_config(model, folder) if is_of_transformers else model()
-    return file.load(folder / SPARSE, model, storage=storage)
-
-
-def _check(folder: Path) -> None:
-    """Raise if a folder was not written by `save_pretrained`, or was changed since."""
     if not folder.is_dir():
         raise GrowpruneError(f"{folder} is not a folder: pass one that growprune.save_pretrained wrote")
     _check_not_sparse(folder, f"load it with growprune.load({str(folder / DENSE)!r}, model)")
@@ -104,6 +90,11 @@ def _check(folder: Path) -> None:
             f"{folder} was not written by growprune.save_pretrained, or is incomplete: load the model with its own "
             f"from_pretrained, then call growprune.SparseModel.from_zeros(model)"
         )
+    if not isinstance(model, nn.Module):
+        is_of_transformers = isinstance(model, type) and hasattr(model, "from_pretrained")
+        with empty_parameters():
+            model = _build_by_config(model, folder) if is_of_transformers else model()
+    return file.load(folder / SPARSE, model, storage=storage)
 
 
 def _check_not_sparse(folder: Path, remedy: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -18,21 +18,18 @@ from growprune.files.manifest import (
     DTYPES,
     FORMAT,
     GAP_DTYPES,
-    VERSIONS,
-    Digest,
+    VERSION,
     Entry,
-    bytes_of,
     check_blocks,
     crc32,
     parse_entry,
     read_metadata,
-    sha256,
     whole,
 )
 from growprune.files.quantized import dequantize
 from growprune.masks.bits import pack, unpack
 from growprune.masks.encoding import from_gaps, num_bits, num_mask_bytes, row_major
-from growprune.masks.layers import is_compact, prunable_weights, tensors_of
+from growprune.masks.layers import dense_shape, is_compact, prunable_weights, tensors_of
 from growprune.masks.patterns import parse_pattern
 from growprune.sparse.model import SparseModel
 from growprune.storage.kernels import count_bits, padded_copy, scatter_live
@@ -62,12 +59,16 @@ MAX_MESSAGE = 400
 class SparseFile:
     """An open sparse file, whose header has been checked against its tensors."""
 
-    def __init__(self, path: Path, handle: Any, *, thorough: bool = False) -> None:
-        self.path, self._thorough = path, thorough
-        self.num_bytes = path.stat().st_size
-        self._handle = handle
+    def __init__(self, path: Path, handle: Any) -> None:
+        self.path, self.num_bytes, self._handle = path, path.stat().st_size, handle
         metadata = handle.metadata() or {}
-        self.version = self._check_version(metadata)
+        if metadata.get("format") != FORMAT:
+            self.refuse("is not a growprune file", "load plain safetensors with safetensors.torch.load_file")
+        if (version := metadata.get("version")) != VERSION:
+            self.refuse(
+                f"has version {version!r} of the format, this growprune reads {VERSION!r}",
+                "save it again, or update growprune",
+            )
         try:
             self._read_manifest(read_metadata(metadata))
         except GrowpruneError as error:
@@ -82,9 +83,7 @@ class SparseFile:
 
     def mask(self, entry: Entry) -> Tensor:
         """Return the mask as bools, after checking it against the manifest and the number of values."""
-        if not entry.is_sparse:
-            return torch.ones(entry.shape, dtype=torch.bool)
-        return unpack(self.bits(entry), entry.shape)
+        return unpack(self.bits(entry), entry.shape) if entry.is_sparse else torch.ones(entry.shape, dtype=torch.bool)
 
     def bits(self, entry: Entry) -> Tensor:
         """Return the mask as bits in row-major order, eight to a byte, the first in the lowest bit.
@@ -93,24 +92,45 @@ class SparseFile:
         """
         if not entry.is_sparse:
             return pack(torch.ones(entry.numel, dtype=torch.bool))
-        bits = row_major(self._stored_bits(entry), entry.shape, entry.weights, self.pattern)
+        count = num_bits(entry.weights, self.pattern)  # of the matrices, one per weight or block
+        stored = self._checked(entry.mask_name, entry.mask_crc32, f"a mask of {entry.name}")
+        if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
+            self.refuse(f"has a mask of {entry.name} with bits set after its end")
+        try:
+            stored = stored if entry.gaps is None else from_gaps(stored, count)
+        except GrowpruneError as error:
+            self.refuse(f"has a mask of {entry.name} with {error}")
+        bits = row_major(stored, entry.shape, entry.weights, self.pattern)
         if (alive := count_bits(bits)) != entry.nnz:
             self.refuse(f"has a mask of {entry.name} with {alive} live weights, but {entry.nnz} values")
         return bits
 
-    def _stored_bits(self, entry: Entry) -> Tensor:
-        """Return the bits of the matrices, one per weight or block."""
-        count = num_bits(entry.weights, self.pattern)
-        stored = self._handle.get_tensor(entry.mask_name)
-        assert isinstance(stored, Tensor)
-        if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
-            self.refuse(f"has a mask of {entry.name} with bits set after its end")
-        assert entry.mask is not None
-        self._check_sum(stored, entry.mask, f"a mask of {entry.name}")
-        try:
-            return stored if entry.gaps is None else from_gaps(stored, count)
-        except GrowpruneError as error:
-            self.refuse(f"has a mask of {entry.name} with {error}")
+    def values(self, entry: Entry) -> Tensor:
+        """Return a tensor as it is stored, or the values of a prunable parameter in row-major order, as a view."""
+        name = f"{entry.name}.values" if entry.is_sparse else entry.name
+        tensor = self._checked(name, entry.crc32, f"values of {entry.name}")
+        return tensor.view(-1) if entry.weights else tensor
+
+    def live(self, entry: Entry) -> tuple[Tensor, Tensor]:
+        """Return the live values of a prunable parameter in its dtype, in row-major order, and its mask as bits.
+
+        Both are checked, and views of the file where possible; int8 values are dequantized.
+        """
+        bits, values = self.bits(entry), self.values(entry)
+        if entry.scales_crc32 is None:
+            return values, bits
+        scales = self._checked(f"{entry.name}.scales", entry.scales_crc32, f"scales of {entry.name}")
+        return dequantize(values, scales, unpack(bits, entry.shape), entry.dtype), bits
+
+    def dense(self, entry: Entry) -> Tensor:
+        if not entry.weights:
+            return self.values(entry).clone()
+        values, bits = self.live(entry)
+        if not entry.is_sparse:
+            return values.view(entry.shape).clone()
+        dense, mask = torch.empty(entry.numel, dtype=values.dtype), torch.empty(entry.numel, dtype=torch.bool)
+        scatter_live(dense, mask, values, bits)
+        return dense.view(entry.shape)
 
     def everything(self, *, copied: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Return every tensor in the form of `SparseModel.restore`, fully checked.
@@ -134,74 +154,28 @@ class SparseFile:
             small = {e.name: read(e) for e in self.entries.values() if e.name not in large}
             return {name: large[name].result() if name in large else small[name] for name in self.entries}
 
-    def live(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """Return the live values of a prunable parameter in its dtype, in row-major order, and its mask as bits.
-
-        Both are checked, and views of the file where possible; int8 values are dequantized.
-        """
-        bits, values = self.bits(entry), self.values(entry)
-        if entry.scales is None:
-            return values, bits
-        return dequantize(values, self.scales(entry), unpack(bits, entry.shape), entry.dtype), bits
-
-    def scales(self, entry: Entry) -> Tensor:
-        """Return the scales of int8 values, after checking them."""
-        tensor = self._handle.get_tensor(f"{entry.name}.scales")
-        assert isinstance(tensor, Tensor)
-        assert entry.scales is not None
-        self._check_sum(tensor, entry.scales, f"scales of {entry.name}")
+    def _checked(self, name: str, saved: int | None, what: str) -> Tensor:
+        """Return a tensor of the file. Raise if its bytes differ from those that were saved."""
+        tensor: Tensor = self._handle.get_tensor(name)
+        if crc32(tensor) != saved:
+            self.refuse(f"has {what} whose CRC-32 does not match the manifest")
         return tensor
 
-    def values(self, entry: Entry) -> Tensor:
-        """Return a tensor as it is stored, or the values of a prunable parameter in row-major order.
-
-        It is a view of the file. Its checksum is checked.
-        """
-        tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
-        assert isinstance(tensor, Tensor)
-        self._check_sum(tensor, entry.values, f"values of {entry.name}")
-        return tensor.view(-1) if entry.weights else tensor
-
-    def _check_sum(self, tensor: Tensor, saved: Digest, what: str) -> None:
-        """Raise if bytes differ from those that were saved."""
-        if crc32(tensor) != saved.crc32:
-            self.refuse(f"has {what} whose CRC-32 does not match the manifest")
-        if self._thorough and sha256(bytes_of(tensor)) != saved.sha256:
-            self.refuse(f"has {what} whose SHA-256 does not match the manifest")
-
-    def dense(self, entry: Entry) -> Tensor:
-        if not entry.weights:
-            return self.values(entry).clone()
-        values, bits = self.live(entry)
-        if not entry.is_sparse:
-            return values.view(entry.shape).clone()
-        dense, mask = torch.empty(entry.numel, dtype=values.dtype), torch.empty(entry.numel, dtype=torch.bool)
-        scatter_live(dense, mask, values, bits)
-        return dense.view(entry.shape)
-
     def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
+        """Make a model sparse with the settings of the file. Raise if other matrices of it would be pruned."""
         settings = {name: self.manifest[name] for name in SETTINGS}
         try:
-            self._check_weights(model)
+            weights = prunable_weights(model, keep_dense=settings["keep_dense"], include=settings["include"])
+            for name in dict.fromkeys([*(w.parameter for w in weights), *(e.name for e in self.prunable)]):
+                mine = [(w.rows, w.transposed) for w in weights if w.parameter == name]
+                if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
+                    raise GrowpruneError(f"the file has other matrices in {name}: build the model that was saved")
             return SparseModel(model, storage=storage, **settings)
         except (KeyError, TypeError, ValueError) as error:
             raise GrowpruneError(f"{self.path} does not fit the model: {one_line(error)}") from error
 
     def refuse(self, why: str, what_to_do: str = "it is damaged, download or save it again") -> NoReturn:
         raise GrowpruneError(f"{self.path} {one_line(why)}: {what_to_do}")
-
-    def _check_version(self, metadata: Mapping[str, str]) -> str:
-        if metadata.get("format") != FORMAT:
-            self.refuse("is not a growprune file", "load plain safetensors with safetensors.torch.load_file")
-        version = metadata.get("version")
-        if version == "1":
-            self.refuse(
-                "has version '1' of the format, which was never released and is no longer read", "save it again"
-            )
-        if version is None or version not in VERSIONS:
-            known = ", ".join(map(repr, VERSIONS))
-            self.refuse(f"has version {version!r} of the format, this growprune reads {known}", "update growprune")
-        return version
 
     def _read_manifest(self, manifest: Mapping[str, Any]) -> None:
         for name, kind in SETTINGS.items():
@@ -217,25 +191,21 @@ class SparseFile:
         self.entries = {name: parse_entry(name, about) for name, about in manifest["tensors"].items()}
         self.aliases = {str(alias): str(name) for alias, name in manifest["aliases"].items()}
 
-    def _check_weights(self, model: nn.Module) -> None:
-        """Raise if the model would be pruned in other places, before it is made sparse."""
-        names = {name: self.manifest[name] for name in ("keep_dense", "include")}
-        weights = prunable_weights(model, **names)
-        for name in dict.fromkeys([*(w.parameter for w in weights), *(e.name for e in self.prunable)]):
-            mine = [(w.rows, w.transposed) for w in weights if w.parameter == name]
-            if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
-                raise GrowpruneError(f"the file has other matrices in {name}: build the model that was saved")
-
     def _check_header(self) -> None:
         """Raise unless the file has exactly the tensors of the manifest, with its dtypes and shapes."""
         expected: dict[str, tuple[str, list[int]]] = {}
         for entry in self.entries.values():
             dtype = DTYPES[entry.stored_dtype]
-            if entry.scales is not None:
+            if entry.scales_crc32 is not None:
                 expected[f"{entry.name}.scales"] = "F32", list(entry.scale_shape)
             if entry.is_sparse:
                 expected[f"{entry.name}.values"] = dtype, [entry.nnz]
-                expected[entry.mask_name] = self._expected_mask(entry)
+                if entry.gaps is None:
+                    expected[entry.mask_name] = "U8", [num_mask_bytes(entry.weights, self.pattern)]
+                elif self.pattern.bit_pattern.is_single:
+                    expected[entry.mask_name] = GAP_DTYPES[entry.gaps.dtype], [entry.gaps.length]
+                else:
+                    self.refuse(f"has gaps for {entry.name}, but masks of blocks are stored as bits")
             else:
                 expected[entry.name] = dtype, list(entry.shape)
         for name in sorted(expected.keys() ^ set(self._handle.keys())):
@@ -248,13 +218,6 @@ class SparseFile:
         for alias, name in self.aliases.items():
             if alias in self.entries or name not in self.entries:
                 self.refuse(f"has {alias} as another name of {name}, which is invalid")
-
-    def _expected_mask(self, entry: Entry) -> tuple[str, list[int]]:
-        if entry.gaps is None:
-            return "U8", [num_mask_bytes(entry.weights, self.pattern)]
-        if not self.pattern.bit_pattern.is_single:
-            self.refuse(f"has gaps for {entry.name}, but masks of blocks are stored as bits")
-        return GAP_DTYPES[entry.gaps.dtype], [entry.gaps.length]
 
 
 @contextlib.contextmanager
@@ -280,17 +243,13 @@ def is_ours(handle: Any) -> bool:
 
 
 @contextlib.contextmanager
-def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iterator[SparseFile]:
-    """Open a sparse file.
-
-    Args:
-        thorough: check the SHA-256 of what is read too, not only its CRC-32.
-    """
+def open_sparse(path: str | os.PathLike[str]) -> Iterator[SparseFile]:
+    """Open a sparse file."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file: pass the path of a file that growprune saved")
     with open_safetensors(path) as handle:
-        yield SparseFile(path, handle, thorough=thorough)
+        yield SparseFile(path, handle)
 
 
 def one_line(content: object) -> str:
@@ -300,27 +259,16 @@ def one_line(content: object) -> str:
     return "".join(character if character.isprintable() else " " for character in shown)
 
 
-def _wrapping(names: Iterable[str]) -> str:
-    """Return the prefix that torch.compile or DataParallel adds to all names."""
-    return next((prefix for prefix in ("_orig_mod.", "module.") if all(n.startswith(prefix) for n in names)), "")
-
-
 def match_model(file: SparseFile, model: nn.Module) -> None:
     """Raise unless a model has the tensors of the file, with the same names, shapes and dtypes."""
     if any(map(is_compact, model.modules())):
         file.refuse("cannot be loaded into a model with storage='compact'", "load it into a new model")
     tensors, aliases = tensors_of(model)
-    build = "build the model that was saved"
-    in_file, needed = {**file.entries, **file.aliases}, {**tensors, **aliases}
-    if (here := _wrapping(needed)) != (there := _wrapping(in_file)):
-        file.refuse(
-            f"has names that begin with {there!r}, but those of the model begin with {here!r}",
-            "wrap the model as saved",
-        )
-    for name in sorted(in_file.keys() ^ needed.keys()):
-        file.refuse(
-            f"lacks {name}, which the model has" if name in needed else f"has {name}, which the model lacks", build
-        )
+    build, shapes = "build the model that was saved", {name: entry.shape for name, entry in file.entries.items()}
+    shapes |= {alias: shapes[first] for alias, first in file.aliases.items()}
+    for name, theirs in matching_names(shapes, model, str(file.path), build).items():
+        if theirs not in (name, *aliases):
+            file.refuse(f"has {theirs}, which is {name} in the model", "wrap the model as saved")
     for alias, name in sorted(aliases.items() ^ file.aliases.items()):
         where = "model" if alias in aliases else "file"
         file.refuse(f"does not fit the model: {alias} and {name} are tied only in the {where}", build)
@@ -330,10 +278,43 @@ def match_model(file: SparseFile, model: nn.Module) -> None:
                 f"cannot fill {name}, a non-persistent buffer on the meta device", "build that buffer on a real device"
             )
     for name, tensor in tensors.items():
-        entry = file.entries[name]
-        if entry.shape != tuple(tensor.shape):
-            file.refuse(f"has {name} with shape {entry.shape}, but the model has {tuple(tensor.shape)}", build)
-        if entry.dtype != tensor.dtype:
-            file.refuse(
-                f"has {name} as {entry.dtype}, but the model has {tensor.dtype}", f"call model.to({entry.dtype}) first"
-            )
+        if (dtype := file.entries[name].dtype) != tensor.dtype:
+            file.refuse(f"has {name} as {dtype}, but the model has {tensor.dtype}", f"call model.to({dtype}) first")
+
+
+def matching_names(
+    theirs: Mapping[str, Any], model: nn.Module, where: str, do: str = "build the same model"
+) -> dict[str, str]:
+    """Map each tensor of a model to its name in the source. Raise unless exactly these exist, with these shapes.
+
+    The names of the source may have another common prefix, such as "model." in a checkpoint of Lightning.
+
+    Args:
+        theirs: the shapes of the source's tensors, by all of their names.
+    """
+    ours, aliases = tensors_of(model)
+    prefix = "" if {*ours, *aliases} & set(theirs) else _common_word(theirs)
+    shapes = {name.removeprefix(prefix): shape for name, shape in theirs.items()}
+    names: dict[str, str] = {}
+    for name, tensor in ours.items():
+        known = [name, *(alias for alias, first in aliases.items() if first == name)]
+        here = next((n for n in known if n in shapes), None)
+        if here is None:
+            has = f"it has names like {next(iter(theirs), 'none')!r}"
+            raise GrowpruneError(f"{where} lacks {name}, which the model has; {has}: {do}")
+        path, _, local = name.rpartition(".")
+        module = model.get_submodule(path)
+        shape = dense_shape(module, local) if local in module._parameters else tuple(tensor.shape)
+        if tuple(shapes[here]) != shape:
+            has = f"{tuple(shapes[here])}, but the model has {shape}"
+            raise GrowpruneError(f"{where} has {here} with shape {has}: {do}")
+        names[name] = prefix + here
+    if unknown := sorted(set(shapes) - set(ours) - set(aliases)):
+        raise GrowpruneError(f"{where} has {unknown[0]}, which the model lacks: {do}")
+    return names
+
+
+def _common_word(names: Mapping[str, Any]) -> str:
+    """Return the common prefix of all names, up to the first dot; empty if they differ."""
+    words = {name.partition(".")[0] for name in names if "." in name}
+    return f"{words.pop()}." if len(words) == 1 and all("." in name for name in names) else ""

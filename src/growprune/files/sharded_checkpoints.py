@@ -50,26 +50,29 @@ def save_sharded_checkpoint(
         sparse, optimizer: the model, and the optimizer that is attached to it.
         cursor: the cursor of the plan, if the model is trained with one.
     """
-    folder, own = Path(folder), sparse
-    own.notice_shards()
+    folder = Path(folder)
+    sparse.notice_shards()
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} already has a checkpoint: use a new folder, such as state-{{iteration}}")
     place = None if cursor is None else cursor.state_dict()
     if place is not None and (place.get("base") is not None or place["rule"]):
         # a fork holds copies of whole parts, which would have to be checkpointed on every rank
         raise GrowpruneError("a sharded model cannot be checkpointed inside a fork, or inside a phase with a rule")
-    averages = {f"averages.{name}": average for name, average in own.gradients.averages.items()}
-    tensors = {**_model(sparse), **_masks(sparse), **_optimizer_tensors(sparse, optimizer), **_gradients(sparse)}
-    tensors |= averages
+    averages = {f"averages.{name}": average for name, average in sparse.gradients.averages.items()}
+    masks = {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in sparse.stored.items()}
+    gradients = {  # for the next edit; in a sharded model, the part of each rank
+        f"gradients.{name}": _as_sharded(sparse, name, part) for name, part in sparse.gradients.all_shares().items()
+    }
+    tensors = {**_model(sparse), **masks, **_optimizer_tensors(sparse, optimizer), **gradients, **averages}
     index = {
         "format": "growprune-state",
         "version": VERSION,
-        "num_edits": own.editor.num_edits,
-        "settings": own.decisive,
-        "alive": {name: parameter.parameter.numel() for name, parameter in own.stored.items()},
+        "num_edits": sparse.editor.num_edits,
+        "settings": sparse.decisive,
+        "alive": {name: parameter.parameter.numel() for name, parameter in sparse.stored.items()},
         "cursor": place,
-        "gradients": own.gradients.flags(),
-        "watched": [key for key in tensors if key.startswith("gradients.")],
+        "gradients": sparse.gradients.flags(),
+        "watched": list(gradients),
         "averages": list(averages),
         "optimizer": None if optimizer is None else _optimizer_index(sparse, optimizer),
     }
@@ -100,15 +103,18 @@ def load_sharded_checkpoint(
         sparse: the model to fill.
         cursor: the cursor of the plan, if it was saved with one.
     """
-    folder, own = Path(folder), sparse
-    own.notice_shards()
+    folder = Path(folder)
+    sparse.notice_shards()
     index = read_index(folder)
-    if differing := sorted(set(index["alive"]) ^ set(own.stored)):
+    if differing := sorted(set(index["alive"]) ^ set(sparse.stored)):
         raise GrowpruneError(f"{folder} belongs to another model: only one of the two has {differing[0]}")
     masks = {
-        f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in own.stored.items()
+        f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
     }
-    averages = _empty_averages(sparse, index["averages"])
+    averages = {}  # dense moving averages of gradients, which compact storage has none of
+    for key in index["averages"]:
+        stored = sparse.stored[key.removeprefix("averages.")]
+        averages[key] = _zero(stored).expand(stored.shape).clone()
     _read(folder, {**masks, **averages})
     seen = {"sums": {}, "averages": _named(averages, "averages."), **index["gradients"]}
     made = {"num_edits": index["num_edits"], "settings": index["settings"]}
@@ -117,10 +123,15 @@ def load_sharded_checkpoint(
     if optimizer is not None and index["optimizer"] is not None:
         prepare_optimizer(folder, sparse, optimizer, index["optimizer"])
         tensors |= _optimizer_tensors(sparse, optimizer)
-    watched = _empty_gradients(sparse, index["watched"])
+    watched = {}
+    for key in index["watched"]:
+        name = key.removeprefix("gradients.")
+        flat = _zero(sparse.stored[name]).expand(sparse.stored[name].shape.numel())
+        part = flat if sparse.ranks is None else sparse.ranks.local_shard(flat)
+        watched[key] = _as_sharded(sparse, name, part.clone())
     _read(folder, {**tensors, **watched})
     shares = _named(watched, "gradients.").items()
-    own.gradients.take_shares({name: p.to_local() if isinstance(p, DTensor) else p for name, p in shares})
+    sparse.gradients.take_shares({name: p.to_local() if isinstance(p, DTensor) else p for name, p in shares})
     if cursor is not None:
         cursor.load_state_dict(index["cursor"])
 
@@ -143,9 +154,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         )
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if index.get("format") != "growprune-state" or index.get("version") != VERSION:
-        is_older = index.get("version") == 1
-        remedy = "it was never released, so train again" if is_older else "update growprune"
-        raise GrowpruneError(f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}: {remedy}")
+        found = f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}"
+        raise GrowpruneError(f"{found}: train again, or update growprune")
     return index
 
 
@@ -170,10 +180,6 @@ def _quiet() -> Iterator[None]:
 
 def _model(sparse: SparseModel) -> dict[str, Any]:
     return {f"model.{name}": tensor.detach() for name, tensor in named_tensors(sparse.model).items()}
-
-
-def _masks(sparse: SparseModel) -> dict[str, Any]:
-    return {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in sparse.stored.items()}
 
 
 def _names(sparse: SparseModel) -> dict[int, str]:
@@ -228,7 +234,12 @@ def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, i
     if mine != [group["params"] for group in index["groups"]]:
         raise GrowpruneError(f"{folder} has other parameter groups than the optimizer: resume with the same groups")
     for group, saved in zip(optimizer.param_groups, index["groups"], strict=True):
-        group |= {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
+        for key, value in saved.items():  # JSON has lists for tuples and numbers for tensors
+            now = group.get(key)
+            if isinstance(now, Tensor):
+                group[key] = torch.as_tensor(value, dtype=now.dtype, device=now.device)
+            elif key != "params":
+                group[key] = tuple(value) if isinstance(value, list) else value
     on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     counting = {id(parameter) for group in on_device for parameter in group["params"]}
     optimizer.state.clear()
@@ -242,45 +253,15 @@ def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, i
         optimizer.state[parameter] = {**state, **about["plain"]}
 
 
-def _like(now: Any, saved: Any) -> Any:
-    """Convert a saved value to the type it has now: JSON has lists for tuples and numbers for tensors."""
-    if isinstance(now, Tensor):
-        return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
-    return tuple(saved) if isinstance(saved, list) else saved
-
-
-def _gradients(sparse: SparseModel) -> dict[str, Any]:
-    """Return the gradients for the next edit; in a sharded model, the part of each rank."""
-    parts = sparse.gradients.all_shares()
-    return {f"gradients.{name}": _as_sharded(sparse, name, part) for name, part in parts.items()}
-
-
 def _named(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return tensors by parameter name, without the prefix."""
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
-
-
-def _empty_averages(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
-    """Allocate moving averages of gradients, which are dense. Compact storage has none."""
-    stored = {key: sparse.stored[key.removeprefix("averages.")] for key in keys}
-    return {key: _zero(parameter).expand(parameter.shape).clone() for key, parameter in stored.items()}
 
 
 def _zero(parameter: SparseParameter) -> Tensor:
     """Return zeros for a gradient, in float32 or wider."""
     stored = parameter.parameter
     return torch.zeros(1, dtype=torch.promote_types(stored.dtype, torch.float32), device=stored.device)
-
-
-def _empty_gradients(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
-    found = {}
-    for key in keys:
-        name = key.removeprefix("gradients.")
-        parameter, ranks = sparse.stored[name], sparse.ranks
-        flat = _zero(parameter).expand(parameter.shape.numel())
-        part = flat if ranks is None else ranks.local_shard(flat)
-        found[key] = _as_sharded(sparse, name, part.clone())
-    return found
 
 
 def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.manifest import FORMAT, Entry
+from growprune.files.manifest import FORMAT, VERSION
 from growprune.files.quantized import check_values
-from growprune.files.reader import SparseFile, match_model, open_sparse
-from growprune.files.writer import check_finished, warn_of_unsaved, write, write_sharded
+from growprune.files.reader import match_model, open_sparse
+from growprune.files.writer import check_finished, warn_of_unsaved, write
 from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
 from growprune.sparse.checks import named_tensors
 from growprune.sparse.model import SparseModel, check_sparse_model
@@ -41,24 +41,12 @@ def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | Non
     write_file(sparse, path, values=values)
 
 
-def write_file(
-    sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None, only: Collection[str] | None = None
-) -> None:
-    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan.
-
-    Args:
-        only: the parameters that `values` is for; by default all that are prunable.
-    """
+def write_file(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
+    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan."""
     check_values(values)
-    prunable = {weight.parameter for weight in sparse.weights} if only is None else only
-    int8 = prunable if values is not None else ()
     warn_of_unsaved(sparse.model)
-    own = sparse
-    own.notice_shards()
-    if own.ranks is None:
-        write(sparse, Path(path), int8)
-    else:
-        write_sharded(sparse, Path(path), own.ranks, int8)
+    sparse.notice_shards()
+    write(sparse, Path(path), {weight.parameter for weight in sparse.weights} if values is not None else ())
 
 
 def load(
@@ -112,14 +100,13 @@ def _restore_sharded(
     """Fill a model from views of a file, and shard each unit as soon as it is filled."""
     from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
 
-    building = sparse
-    shards = UnitByUnit(building, mesh, **sharding)
+    shards = UnitByUnit(sparse, mesh, **sharding)
     names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
     for module in reversed(list(sparse.model.modules())):  # inner ones first
         own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
-        building.restore_some({name: tensors[name] for name in own if name in tensors})
+        sparse.restore_some({name: tensors[name] for name in own if name in tensors})
         shards.done(module)
-    building.notice_shards()
+    sparse.notice_shards()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -142,7 +129,7 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
             "bytes": file.num_bytes,
             "dense_bytes": sum(entry.num_bytes for entry in file.entries.values()),
         }
-        return {"format": FORMAT, "version": file.version, **file.manifest, "totals": totals}
+        return {"format": FORMAT, "version": VERSION, **file.manifest, "totals": totals}
 
 
 @dataclass(frozen=True)
@@ -174,24 +161,26 @@ class StoredTensor:
 
 def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
     """List the tensors of a sparse file, in order. Reads and checks all of it; damage is reported, not raised."""
-    with open_sparse(path, thorough=True) as file:
-        return [_stored(file, entry) for entry in file.entries.values()]
-
-
-def _stored(file: SparseFile, entry: Entry) -> StoredTensor:
-    alive = entry.nnz if entry.weights else entry.numel
-    num_bytes = entry.num_value_bytes
-    if entry.gaps is not None:
-        num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
-    elif entry.is_sparse:
-        num_bytes += num_mask_bytes(entry.weights, file.pattern)
-    try:
-        file.live(entry) if entry.weights else file.values(entry)
-        state: Literal["ok", "damaged"] = "ok"
-    except GrowpruneError:
-        state = "damaged"
-    error = None if entry.scales is None else entry.error
-    return StoredTensor(entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes, state, error)
+    with open_sparse(path) as file:
+        found = []
+        for entry in file.entries.values():
+            num_bytes = entry.num_value_bytes
+            if entry.gaps is not None:
+                num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
+            elif entry.is_sparse:
+                num_bytes += num_mask_bytes(entry.weights, file.pattern)
+            try:
+                file.live(entry) if entry.weights else file.values(entry)
+                state: Literal["ok", "damaged"] = "ok"
+            except GrowpruneError:
+                state = "damaged"
+            alive, error = (
+                entry.nnz if entry.weights else entry.numel,
+                None if entry.scales_crc32 is None else entry.error,
+            )
+            about = (entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes)
+            found.append(StoredTensor(*about, state, error))
+        return found
 
 
 def live_tensor(path: str | os.PathLike[str], name: str) -> tuple[Tensor, Tensor]:

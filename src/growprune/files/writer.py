@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,12 +17,11 @@ from growprune.files.atomic import replacing
 from growprune.files.manifest import (
     DTYPES,
     GAP_DTYPES,
-    Digest,
     Entry,
     Gaps,
     bytes_of,
     check_blocks,
-    digest,
+    crc32,
     write_metadata,
 )
 from growprune.files.quantized import quantize, rows_of_live
@@ -41,16 +40,17 @@ if TYPE_CHECKING:
 MISSED = 0.01
 """How far a model may be from its target sparsity without a warning. Some methods miss it by a few weights."""
 
-NO_DIGEST = Digest("", 0)
-
 
 def write(sparse: SparseModel, path: Path, int8: Collection[str] = ()) -> None:
-    """Write the file of an unsharded model. Tensors that are not prunable are not copied.
+    """Write the file of a model. Only prunable tensors are copied. If it is sharded, all ranks must call it.
 
     Args:
         int8: the prunable parameters whose values are stored in 8 bits.
     """
-    _write_all(path, _each_stored(sparse, int8), lambda entries: _describe(sparse, entries))
+    if sparse.ranks is None:
+        _write_all(path, _each_stored(sparse, int8), _settings(sparse))
+    else:
+        _write_sharded(sparse, path, sparse.ranks, int8)
 
 
 def rewrite_as_int8(source: Path, path: Path) -> None:
@@ -62,34 +62,26 @@ def rewrite_as_int8(source: Path, path: Path) -> None:
             for name, entry in file.entries.items():
                 if entry.weights:
                     (values, _), mask = file.live(entry), file.mask(entry)
-                    bare = Entry(name, entry.shape, entry.dtype, NO_DIGEST, entry.weights, about[name]["target"])
+                    bare = Entry(name, entry.shape, entry.dtype, 0, entry.weights, about[name]["target"])
                     yield _encoded(bare, values, mask, file.pattern, is_int8=True)
                 else:
                     yield entry, {name: file.values(entry)}
 
-        def manifest(entries: Sequence[Entry]) -> dict[str, Any]:
-            return file.manifest | {"tensors": {entry.name: entry.to_dict() for entry in entries}}
-
-        _write_all(path, each(), manifest)
+        _write_all(path, each(), file.manifest)
 
 
-def _write_all(
-    path: Path,
-    stored: Iterable[tuple[Entry, dict[str, Tensor]]],
-    manifest: Callable[[Sequence[Entry]], dict[str, Any]],
-) -> None:
+def _write_all(path: Path, stored: Iterable[tuple[Entry, dict[str, Tensor]]], settings: Mapping[str, Any]) -> None:
     entries: list[Entry] = []
     tensors: dict[str, Tensor] = {}
     for entry, parts in stored:
         entries.append(entry)
         tensors |= parts
-    metadata = write_metadata(manifest(entries))
     with replacing(path) as file:
-        write_safetensors(file, tensors, metadata)
+        write_safetensors(file, tensors, write_metadata(settings, entries))
         _check_written(file, entries)
 
 
-def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collection[str] = ()) -> None:
+def _write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collection[str] = ()) -> None:
     """Write the file of a sharded model from its first rank, one tensor at a time. All ranks must call it.
 
     Tensors are gathered twice: for their checksums, which come first in the file, and to write them.
@@ -103,7 +95,13 @@ def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collectio
     failed: OSError | None = None
     if ranks.is_first:
         try:
-            _write_one_by_one(sparse, path, entries, shapes, walk)
+            with replacing(path) as file:
+                starts = _write_header(file, shapes, write_metadata(_settings(sparse), entries))
+                for _, parts in walk:
+                    for name, tensor in parts.items():
+                        file.seek(starts[name])
+                        file.write(bytes_of(tensor))
+                _check_written(file, entries)
         except OSError as error:
             failed = error
     for _ in walk:  # the other ranks wait in it, even if writing failed
@@ -115,20 +113,10 @@ def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collectio
         raise GrowpruneError(f"the first rank could not write {path}: see its error")
 
 
-def _write_one_by_one(sparse: SparseModel, path: Path, entries: list[Entry], shapes: Any, walk: Any) -> None:
-    with replacing(path) as file:
-        starts = _write_header(file, shapes, write_metadata(_describe(sparse, entries)))
-        for _, parts in walk:
-            for name, tensor in parts.items():
-                file.seek(starts[name])
-                file.write(bytes_of(tensor))
-        _check_written(file, entries)
-
-
 def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
     """Read a file back and check it before it gets its name."""
     file.flush()
-    with open_sparse(Path(file.name), thorough=True) as written:
+    with open_sparse(Path(file.name)) as written:
         written.everything()  # refuses what is not as it was saved, and counts what lives
         alive = {entry.name: entry.nnz for entry in written.prunable}
     assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{file.name} was written wrongly"
@@ -138,28 +126,24 @@ def _each_stored(sparse: SparseModel, int8: Collection[str]) -> Iterator[tuple[E
     """Yield each tensor of the model: its entry, and the tensors stored in the file. All ranks iterate together."""
     sparse.check()
     check_blocks(sparse.pattern)
-    _check_nothing_was_added(sparse)
+    now = prunable_weights(sparse.model, keep_dense=sparse.keep_dense, include=sparse.include)
+    known = {weight.name for weight in sparse.weights}
+    if added := [weight.name for weight in now if weight.name not in known]:  # its file would not fit it
+        raise GrowpruneError(f"{added[0]} was added after the SparseModel was created: create a new one before saving")
     aims = targets(sparse)
     for name, tensor in tensors_of(sparse.model)[0].items():
         if tensor.dtype not in DTYPES:
             raise GrowpruneError(f"{name} has dtype {tensor.dtype}, which a file cannot store: convert it first")
         if any(weight.parameter == name for weight in sparse.weights):
-            yield _stored_parameter(sparse, name, tensor, aims, is_int8=name in int8)
+            weights, stored = tuple(w for w in sparse.weights if w.parameter == name), sparse.stored[name]
+            aim = [aims[weight.name] for weight in weights]
+            target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
+            mask, values = stored.mask(), stored.to_live(stored.parameter.detach())
+            bare = Entry(name, tuple(mask.shape), tensor.dtype, 0, weights, target)
+            yield _encoded(bare, values, mask, sparse.pattern, is_int8=name in int8)
         else:
             tensor = whole(tensor)
-            yield Entry(name, tuple(tensor.shape), tensor.dtype, digest(tensor)), {name: tensor}
-
-
-def _stored_parameter(
-    sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None], *, is_int8: bool
-) -> tuple[Entry, dict[str, Tensor]]:
-    weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
-    mask = sparse.stored[name].mask()
-    values = _live_values(sparse, name)
-    aim = [aims[weight.name] for weight in weights]
-    target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
-    bare = Entry(name, tuple(mask.shape), parameter.dtype, NO_DIGEST, weights, target)
-    return _encoded(bare, values, mask, sparse.pattern, is_int8=is_int8)
+            yield Entry(name, tuple(tensor.shape), tensor.dtype, crc32(tensor)), {name: tensor}
 
 
 def _encoded(
@@ -171,39 +155,28 @@ def _encoded(
     if is_int8:
         shape = entry.scale_shape
         values, scales, error = quantize(values, rows_of_live(mask, shape), math.prod(shape), name)
-        entry, parts = replace(entry, scales=digest(scales), error=error), {f"{name}.scales": scales.view(shape)}
+        entry, parts = replace(entry, scales_crc32=crc32(scales), error=error), {f"{name}.scales": scales.view(shape)}
     value_bytes = entry.num_value_bytes
     bits, gaps = encode_mask(mask, entry.weights, pattern, entry.dtype.itemsize, name, value_bytes=value_bytes)
     in_file = bits if gaps is None else gaps
     about_gaps = None if gaps is None else Gaps(gaps.dtype, gaps.numel())
-    entry = replace(entry, values=digest(values), mask=digest(in_file), gaps=about_gaps)
+    entry = replace(entry, crc32=crc32(values), mask_crc32=crc32(in_file), gaps=about_gaps)
     if not entry.is_sparse:
         return entry, {name: values.view(entry.shape), **parts}
     return entry, {f"{name}.values": values, entry.mask_name: in_file, **parts}
 
 
-def _check_nothing_was_added(sparse: SparseModel) -> None:
-    """Raise if layers were added to the model, so that its file would not fit it."""
-    own = sparse
-    now = prunable_weights(sparse.model, keep_dense=own.keep_dense, include=own.include)
-    known = {weight.name for weight in sparse.weights}
-    if added := [weight.name for weight in now if weight.name not in known]:
-        raise GrowpruneError(f"{added[0]} was added after the SparseModel was created: create a new one before saving")
-
-
-def _describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Return the manifest."""
-    own = sparse
+def _settings(sparse: SparseModel) -> dict[str, Any]:
+    """Return the manifest without the tensors."""
     return {
         "sparsity": sparse.target_sparsity,
-        "allocation": own.allocation,
-        "pattern": own.pattern.name,
-        "keep_dense": list(own.keep_dense),
-        "include": list(own.include),
-        "seed": own.seed,
-        "num_edits": own.editor.num_edits,
+        "allocation": sparse.allocation,
+        "pattern": sparse.pattern.name,
+        "keep_dense": list(sparse.keep_dense),
+        "include": list(sparse.include),
+        "seed": sparse.seed,
+        "num_edits": sparse.editor.num_edits,
         "aliases": tensors_of(sparse.model)[1],
-        "tensors": {entry.name: entry.to_dict() for entry in entries},
     }
 
 
@@ -240,12 +213,6 @@ def check_finished(model: SparseModel | nn.Module, done: str = "saved") -> None:
             f"the {done} model is {target}: its plan is not over. Train to its end (steps that GradScaler skips do not "
             f"count), or call prune() of the SparseModel {before}"
         )
-
-
-def _live_values(sparse: SparseModel, name: str) -> Tensor:
-    """Return the live values in row-major order, for any storage."""
-    stored = sparse.stored[name]
-    return stored.to_live(stored.parameter.detach())
 
 
 def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

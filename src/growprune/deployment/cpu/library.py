@@ -24,7 +24,6 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from growprune.deployment.cpu.geometry import Geometry
@@ -55,13 +54,9 @@ SECONDS = 300
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("height", c_int32),
-        ("width", c_int32),
-        ("starts", c_void_p),
-        ("places", c_void_p),
-        ("values", c_void_p),
+        *((name, c_int64) for name in ("rows", "columns")),
+        *((name, c_int32) for name in ("height", "width")),
+        *((name, c_void_p) for name in ("starts", "places", "values")),
     )
 
 
@@ -137,8 +132,7 @@ def matrix_struct(matrix: SparseMatrix) -> _Matrix:
     """Its tensors must outlive it."""
     tensors = (matrix.starts, matrix.places, matrix.values)
     assert all(tensor.is_contiguous() for tensor in tensors)
-    pointers = (tensor.data_ptr() for tensor in tensors)
-    return _Matrix(matrix.rows, matrix.columns, matrix.height, matrix.width, *pointers)
+    return _Matrix(matrix.rows, matrix.columns, matrix.height, matrix.width, *(t.data_ptr() for t in tensors))
 
 
 def geometry_struct(geometry: Geometry) -> _Geometry:
@@ -189,26 +183,23 @@ def require_library() -> Library:
 
 
 def open_or_build() -> ctypes.CDLL:
-    """The library of this machine, from the cache or built now."""
+    """The library of this machine, from the user's cache folder or built now; where that is read-only, in a new folder.
+
+    It is opened after torch, whose OpenMP it then shares: two of them in one process would fight for the cores.
+    """
     compiler = find_compiler()
-    name = f"kernels-{digest(compiler)}"
-    tried = folders()
-    for folder in tried:
-        with contextlib.suppress(OSError):  # not there, or not whole; if this folder is read-only, try the next
-            return open_library(folder / f"{name}.so")
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return open_library(compile_to(folder / f"{name}.so", compiler))
-    raise BuildError(f"no folder could be written for the sparse kernels, tried {', '.join(map(str, tried))}")
-
-
-def folders() -> list[Path]:
-    """Where libraries are kept, and a fallback if that cannot be written."""
-    found = [Path(tempfile.gettempdir()) / f"growprune-kernels-{secrets.token_hex(8)}"]
+    name = f"kernels-{digest(compiler)}.so"
+    tried = [Path(tempfile.gettempdir()) / f"growprune-kernels-{secrets.token_hex(8)}"]
     with contextlib.suppress(RuntimeError):  # no home
         given = os.environ.get("XDG_CACHE_HOME")
-        found.insert(0, (Path(given) if given else Path.home() / ".cache") / "growprune" / "kernels")
-    return found
+        tried.insert(0, (Path(given) if given else Path.home() / ".cache") / "growprune" / "kernels")
+    for folder in tried:
+        with contextlib.suppress(OSError):  # not there, or not whole
+            return ctypes.CDLL(str(folder / name))
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return ctypes.CDLL(str(compile_to(folder / name, compiler)))
+    raise BuildError(f"no folder could be written for the sparse kernels, tried {', '.join(map(str, tried))}")
 
 
 def find_compiler() -> Compiler:
@@ -266,9 +257,3 @@ def _run(command: Sequence[str]) -> tuple[str, bytes]:
     except OSError as error:
         return f"cannot be run ({error})", b""
     return f"ended with {done.returncode}" if done.returncode else "", done.stdout + done.stderr
-
-
-def open_library(path: Path) -> ctypes.CDLL:
-    """After torch, whose OpenMP it then shares: two of them in one process would fight for the cores."""
-    assert torch.__version__
-    return ctypes.CDLL(str(path))

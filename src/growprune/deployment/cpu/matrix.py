@@ -6,6 +6,7 @@ folded to (out, kh * kw * in). The dense weight is never made: beside the result
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +38,7 @@ class SparseMatrix:
     places: Tensor
     """int32: of each block, its first column divided by the width. They rise within a row of blocks."""
     values: Tensor
-    """float32: of each block, height x width."""
+    """float32 on the CPU: of each block, height x width."""
     num_alive: int
     """Weights of the mask, whatever their value."""
 
@@ -45,13 +46,24 @@ class SparseMatrix:
     def sparsity(self) -> float:
         return 1 - self.num_alive / max(1, self.rows * self.columns)
 
+    @property
+    def block_rows(self) -> Tensor:
+        """int64: of each block, its row of blocks."""
+        return torch.repeat_interleave(
+            torch.arange(len(self.starts) - 1, device=self.starts.device), self.starts.diff()
+        )
+
     def dense(self) -> Tensor:
         """The matrix, (rows, columns)."""
         down, across = -(-self.rows // self.height), -(-self.columns // self.width)
-        block_rows = torch.repeat_interleave(torch.arange(down), self.starts.diff())
-        padded = torch.zeros(down, self.height, across, self.width)
-        padded[block_rows, :, self.places.long()] = self.values.view(-1, self.height, self.width)
+        padded = self.values.new_zeros(down, self.height, across, self.width)
+        padded[self.block_rows, :, self.places.long()] = self.values.view(-1, self.height, self.width)
         return padded.view(down * self.height, -1)[: self.rows, : self.columns]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> SparseMatrix:
+        """The same matrix on a device, with values of a dtype: for kernels that compute there in it."""
+        moved = {name: getattr(self, name).to(device) for name in ("starts", "places")}
+        return dataclasses.replace(self, **moved, values=self.values.to(device, dtype))
 
 
 def from_dense(

@@ -46,29 +46,52 @@ def choose(
         all_else_is_ours: whether torch computes nothing else, so that a few slower layers are worth to do without it.
     """
     end = time.perf_counter() + seconds
-    keys = [_key(spec) for spec in specs]
-    tiles = _tiles(specs, keys, threads, seconds / 2, known)
-    ours = [our_layer(spec, tiles.get(key), threads) for spec, key in zip(specs, keys, strict=True)]
+    keys, has_library = [_key(spec) for spec in specs], library() is not None
+    tiles: dict[object, Tile] = {}
+    share = seconds / 2 / max(1, len({key for spec, key in zip(specs, keys, strict=True) if not spec.is_depthwise}))
+    ours: list[Layer | None] = []
+    for spec, key in zip(specs, keys, strict=True):
+        row = known.get(spec.name)
+        if has_library and spec.is_depthwise:
+            ours.append(DepthwiseLayer(spec, threads))
+        elif has_library:
+            if key not in tiles:
+                tile = None if row is None else row.tile
+                tiles[key] = tile if isinstance(tile, Tile) else fastest_tile(spec, threads, 0 if row else share)
+            ours.append(NativeLayer(spec, tiles[key]))
+        else:
+            is_csr = spec.is_sparse and spec.geometry.is_plain and spec.sparsity >= CSR_FROM
+            ours.append(CsrLayer(spec) if is_csr else None)
     times: dict[object, tuple[float, float]] = {}
     for i, (spec, key, layer) in enumerate(zip(specs, keys, ours, strict=True)):
         if seconds > 0 and spec.name not in known and layer is not None and not isinstance(layer, DepthwiseLayer):
             found = torch_and_our_seconds(spec, layer, max(0.0, end - time.perf_counter()) / (len(specs) - i))
             before = times.get(key, found)
             times[key] = min(before[0], found[0]), min(before[1], found[1])
-    prefers_ours = all_else_is_ours and _loses_little([times[key] for key in keys if key in times])
-    return [
-        _decide(spec, layer, times.get(key), known.get(spec.name), prefers_ours)
-        for spec, key, layer in zip(specs, keys, ours, strict=True)
-    ]
-
-
-def _loses_little(times: Sequence[tuple[float, float]]) -> bool:
-    """Whether all layers on our kernels take hardly longer than the faster of both.
-
-    >>> _loses_little([(9.0, 1.0), (1.0, 1.1)]), _loses_little([(2.0, 1.0), (1.0, 2.0)])
-    (True, False)
-    """
-    return sum(ours for _, ours in times) <= (1 + WORTH_OUR_THREADS) * sum(map(min, times))
+    measured = [times[key] for key in keys if key in times]
+    loses_little = sum(ours for _, ours in measured) <= (1 + WORTH_OUR_THREADS) * sum(map(min, measured))
+    chosen: list[tuple[Layer, Row]] = []
+    for spec, key, layer in zip(specs, keys, ours, strict=True):
+        taken, row = times.get(key), known.get(spec.name)
+        if taken is not None:
+            is_ours = taken[1] <= taken[0] or (all_else_is_ours and loses_little)
+        elif row is None or spec.is_depthwise:
+            is_ours = True
+        else:
+            is_ours = row.choice == "sparse" if spec.is_sparse else row.tile is not None
+        kept = layer if layer is not None and is_ours else None
+        height, width = spec.geometry.kernel
+        kernel = "" if height == width == 1 else f" ({height}x{width})"
+        shape = f"{spec.weight.rows}x{spec.weight.columns // spec.groups}{kernel} x {spec.geometry.columns}"
+        dense_ms, sparse_ms = (None, None) if taken is None else (1e3 * taken[0], 1e3 * taken[1])
+        if not spec.is_sparse and taken is not None:
+            dense_ms, sparse_ms = 1e3 * min(taken), None
+        tile = layer.tile if isinstance(layer, NativeLayer) and (spec.is_sparse or kept) else None
+        choice = "sparse" if kept and spec.is_sparse else "dense"
+        chosen.append(
+            (kept or DenseLayer(spec), Row(spec.name, shape, spec.sparsity, dense_ms, sparse_ms, choice, tile))
+        )
+    return chosen
 
 
 def _key(spec: LayerSpec) -> object:
@@ -76,54 +99,6 @@ def _key(spec: LayerSpec) -> object:
     weight = spec.weight
     about = (weight.rows, weight.height, weight.width, round(weight.sparsity, 1), spec.groups)
     return spec.geometry, *about, spec.activation, spec.is_sparse
-
-
-def _tiles(
-    specs: Sequence[LayerSpec], keys: Sequence[object], threads: int, seconds: float, known: Mapping[str, Row]
-) -> dict[object, Tile]:
-    """By kind of layer, its tile; none where there are no kernels, or there is one that needs no tile."""
-    found: dict[object, Tile] = {}
-    share = seconds / max(1, len({key for spec, key in zip(specs, keys, strict=True) if not spec.is_depthwise}))
-    for spec, key in zip(specs, keys, strict=True):
-        if library() is not None and key not in found and not spec.is_depthwise:
-            row = known.get(spec.name)
-            found[key] = row.tile if row and row.tile else fastest_tile(spec, threads, 0 if row else share)
-    return found
-
-
-def our_layer(spec: LayerSpec, tile: Tile | None, threads: int) -> Layer | None:
-    """The layer on our kernels; without them, on torch's CSR if that is worth it. None where it must run dense."""
-    if spec.is_depthwise and library() is not None:
-        return DepthwiseLayer(spec, threads)
-    if tile is not None:
-        return NativeLayer(spec, tile)
-    is_csr = spec.is_sparse and spec.geometry.is_plain and spec.sparsity >= CSR_FROM
-    return CsrLayer(spec) if is_csr else None
-
-
-def _decide(
-    spec: LayerSpec, ours: Layer | None, times: tuple[float, float] | None, known: Row | None, prefers_ours: bool
-) -> tuple[Layer, Row]:
-    """The faster one; if it was not measured, the one of before, or ours."""
-    is_ours = ours is not None and (_is_ours_faster(spec, times, known) or (prefers_ours and times is not None))
-    weight, geometry = spec.weight, spec.geometry
-    kernel = "" if geometry.kernel == (1, 1) else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
-    shape = f"{weight.rows}x{weight.columns // spec.groups}{kernel} x {geometry.columns}"
-    dense_ms, sparse_ms = (None, None) if times is None else (1e3 * times[0], 1e3 * times[1])
-    if not spec.is_sparse and times is not None:
-        dense_ms, sparse_ms = 1e3 * min(times), None
-    tile = ours.tile if isinstance(ours, NativeLayer) and (spec.is_sparse or is_ours) else None
-    choice = "sparse" if is_ours and spec.is_sparse else "dense"
-    row = Row(spec.name, shape, spec.sparsity, dense_ms, sparse_ms, choice, tile)
-    return ours if ours is not None and is_ours else DenseLayer(spec), row
-
-
-def _is_ours_faster(spec: LayerSpec, times: tuple[float, float] | None, known: Row | None) -> bool:
-    if times is not None:
-        return times[1] <= times[0]
-    if known is None or spec.is_depthwise:
-        return True
-    return known.choice == "sparse" if spec.is_sparse else known.tile is not None
 
 
 # Timing

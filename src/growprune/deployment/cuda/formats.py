@@ -23,24 +23,18 @@ live, and hardly on the batch: what it is good for is large batches at low spars
 say. The work, some 12 instructions a weight, is what takes the time, not the bytes; so a second byte for each byte of
 mask says how many weights live before it in its segment of 256, which spares a prefix sum: 0.25 bytes a weight and 2 a
 live one, 4.4 times fewer than dense at 90 %, 2.4 at 70 %. The values are those of compact storage as they are.
-
-Values may be int8, with a float32 scale for each row: 2.1 bytes a weight with offsets. Then `dtype` is that of the
-inputs, in which the matrix is made dense.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError
-from growprune.files.quantized import quantize
 
-CHUNK = 1 << 24
-"""How many weights of a mask are looked at together: positions take 16 times as much memory as the mask."""
 RUNS = 8
 """Runs of a slab, and so weights of a unit."""
 REACH = 256
@@ -52,74 +46,6 @@ four 16-bit first columns at once."""
 SEGMENT = 256
 """Weights of a row that share a start: the numbers of live ones before each byte fit a byte."""
 OCTETS = SEGMENT // 8
-
-
-@dataclass(frozen=True)
-class Entries:
-    """The live weights of a matrix as compressed rows. `rows` are outputs, `columns` inputs."""
-
-    rows: int
-    columns: int
-    starts: Tensor
-    """int64: where each row begins; one more than there are."""
-    places: Tensor
-    """int32: the column of each live weight. They rise within a row."""
-    values: Tensor
-    dtype: torch.dtype
-    scales: Tensor | None = None
-    """float32, of each row, if the values are int8."""
-
-    @property
-    def sparsity(self) -> float:
-        return 1 - self.values.numel() / max(1, self.rows * self.columns)
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.starts.diff()
-
-    def dense(self) -> Tensor:
-        """The matrix, (rows, columns)."""
-        flat = torch.zeros(self.rows * self.columns, dtype=self.values.dtype, device=self.values.device)
-        row = torch.repeat_interleave(torch.arange(self.rows, device=flat.device), self.lengths)
-        flat[row * self.columns + self.places] = self.values
-        return _scaled(flat.view(self.rows, self.columns), self.scales, self.dtype)
-
-    def to(self, device: torch.device) -> Entries:
-        starts, places, values = (tensor.to(device) for tensor in (self.starts, self.places, self.values))
-        scales = None if self.scales is None else self.scales.to(device)
-        return Entries(self.rows, self.columns, starts, places, values, self.dtype, scales)
-
-
-def _scaled(dense: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return dense if scales is None else (dense.float() * scales[:, None]).to(dtype)
-
-
-def to_int8(entries: Entries, name: str) -> tuple[Entries, float]:
-    """The same entries with values in 8 bits, and the error; see `growprune.files.quantized`."""
-    row = torch.repeat_interleave(torch.arange(entries.rows, device=entries.starts.device), entries.lengths)
-    values, scales, error = quantize(entries.values, row, entries.rows, name)
-    return dataclasses.replace(entries, values=values, scales=scales), error
-
-
-def from_dense(weight: Tensor, mask: Tensor | None = None) -> Entries:
-    """The entries of a matrix (out, in); without a mask, what is not zero lives.
-
-    >>> from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).places.tolist()
-    [1, 0]
-    """
-    mask = weight != 0 if mask is None else mask
-    return from_live(weight.detach()[mask], mask)
-
-
-def from_live(values: Tensor, mask: Tensor) -> Entries:
-    """The entries of live values in row-major order and a bool mask (out, in), as compact storage has them."""
-    rows, columns = mask.shape
-    step = max(1, CHUNK // max(1, columns))
-    places = [mask[i : i + step].nonzero()[:, 1].to(torch.int32) for i in range(0, max(1, rows), step)]
-    found = torch.cat(places)
-    if len(found) != values.numel():
-        raise GrowpruneError(f"got {values.numel()} values for {len(found)} live weights: give one value for each")
-    return Entries(rows, columns, _starts(mask.sum(1)), found, values.detach().reshape(-1), values.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,15 +69,12 @@ class LaneMatrix:
     """int32: the same for slabs."""
     order: Tensor
     """int32: which row of the matrix each is."""
-    dtype: torch.dtype
-    scales: Tensor | None
-    """float32, of each row of the matrix, if the values are int8."""
 
     @property
     def num_bytes(self) -> int:
         """What a product reads of it."""
-        tensors = (self.index, self.values, self.unit_starts, self.slab_starts, self.order, self.bases, self.scales)
-        return _num_bytes(*tensors)
+        tensors = (self.index, self.values, self.unit_starts, self.slab_starts, self.order, self.bases)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def dense(self) -> Tensor:
         """The matrix, (rows, columns)."""
@@ -159,7 +82,7 @@ class LaneMatrix:
         unit_rows = torch.repeat_interleave(self.order.long(), self.unit_starts.diff().long())
         # what is filled up adds a zero to some weight of the row
         flat.index_add_(0, (unit_rows[:, None] * self.columns + self.places()).view(-1), self.values.reshape(-1))
-        return _scaled(flat.view(self.rows, self.columns), self.scales, self.dtype)
+        return flat.view(self.rows, self.columns)
 
     def places(self) -> Tensor:
         """int64 (units, 8): the columns."""
@@ -172,10 +95,11 @@ class LaneMatrix:
         return offsets + (self.bases.view(torch.int16).view(-1, RUNS).long() & 0xFFFF)[slab]
 
 
-def lane_matrix(entries: Entries, *, lanes: int = 16, has_offsets: bool = True) -> LaneMatrix:
+def lane_matrix(entries: SparseMatrix, *, lanes: int = 16, has_offsets: bool = True) -> LaneMatrix:
     """Lay live weights out for the lanes. Values keep their dtype.
 
     Args:
+        entries: in blocks of 1 x 1, on the device to compute on; see `SparseMatrix.to`.
         lanes: how many lanes share a row: 8, 16 or 32. With offsets, fewer the sparser it is.
         has_offsets: 8-bit offsets rather than 16-bit columns.
     """
@@ -185,7 +109,7 @@ def lane_matrix(entries: Entries, *, lanes: int = 16, has_offsets: bool = True) 
         )
     if lanes not in (1, 2, 4, 8, 16, 32):
         raise GrowpruneError(f"lanes must be a power of two up to 32, got {lanes}")
-    order = entries.lengths.argsort(descending=True, stable=True)
+    order = entries.starts.diff().argsort(descending=True, stable=True)
     bounds, widths, num_slabs = _cut(entries, order, lanes, has_offsets=has_offsets)
     unit, run, entry = _place(bounds, widths)
     num_units = int(widths.sum())
@@ -208,12 +132,10 @@ def lane_matrix(entries: Entries, *, lanes: int = 16, has_offsets: bool = True) 
         unit_starts=unit_starts.to(torch.int32),
         slab_starts=slab_starts.to(torch.int32),
         order=order.to(torch.int32),
-        dtype=entries.dtype,
-        scales=entries.scales,
     )
 
 
-def _cut(entries: Entries, order: Tensor, lanes: int, *, has_offsets: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _cut(entries: SparseMatrix, order: Tensor, lanes: int, *, has_offsets: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(slabs, 9): where the runs of each slab begin and end, row by row; lanes of each slab; slabs of each row."""
     begin, end = entries.starts[:-1][order], entries.starts[1:][order]
     limits = _limits(entries) if has_offsets else None
@@ -245,9 +167,9 @@ def _runs(begin: Tensor, end: Tensor, lanes: int | Tensor, limits: Tensor | None
     return torch.stack(bounds, 1)
 
 
-def _limits(entries: Entries) -> Tensor:
+def _limits(entries: SparseMatrix) -> Tensor:
     """Of each entry, the first behind it, in its row or a later one, that a run from it cannot reach."""
-    row = torch.repeat_interleave(torch.arange(entries.rows, device=entries.starts.device), entries.lengths)
+    row = entries.block_rows
     keys = row * (entries.columns + REACH) + entries.places
     limits = torch.searchsorted(keys, keys + REACH)
     return torch.cat([limits, limits.new_full((1,), len(keys))])  # and of a row that begins where all ends
@@ -277,10 +199,6 @@ def _first_columns(places: Tensor, bounds: Tensor) -> Tensor:
     return torch.where(is_empty, 0, padded[begins])
 
 
-def _num_bytes(*tensors: Tensor | None) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-
 def _starts(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
@@ -296,14 +214,11 @@ class BitmaskMatrix:
     starts: Tensor
     """int32 (rows, segments): where in `values` each segment begins."""
     values: Tensor
-    dtype: torch.dtype
-    scales: Tensor | None
-    """float32, of each row, if the values are int8."""
 
     @property
     def num_bytes(self) -> int:
         """What a product reads of it."""
-        return _num_bytes(self.marks, self.starts, self.values, self.scales)
+        return self.marks.nbytes + self.starts.nbytes + self.values.nbytes
 
     def dense(self) -> Tensor:
         """The matrix, (rows, columns)."""
@@ -313,16 +228,15 @@ class BitmaskMatrix:
         rank = first[:, :, None] + bits.cumsum(2) - bits
         padded = torch.cat([self.values, self.values.new_zeros(1)])
         dense = torch.where(bits == 1, padded[rank.clamp(max=len(self.values))], 0)
-        dense = dense.view(self.rows, marks.shape[1] * 8)[:, : self.columns].contiguous()
-        return _scaled(dense, self.scales, self.dtype)
+        return dense.view(self.rows, marks.shape[1] * 8)[:, : self.columns].contiguous()
 
 
-def bitmask_matrix(entries: Entries) -> BitmaskMatrix:
-    """Lay live weights out as a bitmask. Values keep their dtype."""
+def bitmask_matrix(entries: SparseMatrix) -> BitmaskMatrix:
+    """Lay live weights, in blocks of 1 x 1, out as a bitmask. Values keep their dtype."""
     if entries.values.numel() >= 1 << 31:
         raise GrowpruneError(f"{entries.values.numel()} live weights are too many for one bitmask: split the matrix")
     segments = -(-entries.columns // SEGMENT)
-    row = torch.repeat_interleave(torch.arange(entries.rows, device=entries.starts.device), entries.lengths)
+    row = entries.block_rows
     octet = row * (segments * OCTETS) + entries.places // 8
     bits, counts = (torch.zeros(entries.rows * segments * OCTETS, dtype=torch.int32, device=row.device) for _ in "12")
     bits.index_add_(0, octet, torch.ones_like(entries.places) << (entries.places % 8))
@@ -336,6 +250,4 @@ def bitmask_matrix(entries: Entries) -> BitmaskMatrix:
         marks=(bits + before.view(-1).to(torch.int32) * 256).to(torch.int16).view(entries.rows, segments * OCTETS),
         starts=(ends - counts.sum(1)).to(torch.int32).view(entries.rows, segments),
         values=entries.values,
-        dtype=entries.dtype,
-        scales=entries.scales,
     )

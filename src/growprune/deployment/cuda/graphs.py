@@ -22,9 +22,7 @@ BEYOND_CACHE = 1 << 29
 class Graphed:
     """A recorded step. Made by `graphed`."""
 
-    def __init__(
-        self, step: Callable[..., Any], *example: Tensor, put_back: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, step: Callable[..., Any], *example: Tensor) -> None:
         self._inputs = tuple(tensor.detach().clone() for tensor in example)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -32,7 +30,6 @@ class Graphed:
             with torch.cuda.stream(stream):
                 for _ in range(3):  # whatever is compiled or allocated at first must be done before
                     step(*self._inputs)
-                    put_back()
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
@@ -59,7 +56,7 @@ class Graphed:
         self._graph.replay()
 
 
-def graphed(step: Callable[..., Any], *example: Tensor, put_back: Callable[[], object] = lambda: None) -> Graphed:
+def graphed(step: Callable[..., Any], *example: Tensor) -> Graphed:
     """Record a step, such as a model's forward for one token, as a CUDA graph. Call the result to replay it.
 
     Args:
@@ -68,7 +65,6 @@ def graphed(step: Callable[..., Any], *example: Tensor, put_back: Callable[[], o
             from call to call: positions must be tensors.
         example: inputs of the shapes and types that all later ones have. The step runs with them a few times, so what
             it changes in place is changed: set caches and positions back afterwards.
-        put_back: does that after each of these runs.
 
     Examples:
         A decoder whose step takes the last tokens and gives the next ones::
@@ -79,7 +75,7 @@ def graphed(step: Callable[..., Any], *example: Tensor, put_back: Callable[[], o
     """
     if not torch.cuda.is_available():
         raise GrowpruneError("graphed needs a GPU, but torch sees no CUDA device here: call the step itself")
-    return Graphed(step, *example, put_back=put_back)
+    return Graphed(step, *example)
 
 
 def microseconds(calls: Sequence[Callable[[], object]], *, device: torch.device, repeats: int = 10) -> float:
@@ -88,9 +84,20 @@ def microseconds(calls: Sequence[Callable[[], object]], *, device: torch.device,
     On CUDA they are one graph. To time what reads weights from memory, give calls with enough
     copies of the weights that no cache holds them (`BEYOND_CACHE`).
     """
+
+    def run() -> None:
+        for call in calls:
+            call()
+
     if device.type != "cuda":
-        return _microseconds_on_the_cpu(calls, min(repeats, 3))
-    recorded = Graphed(lambda: _all_of(calls))
+        run()
+        seconds = []
+        for _ in range(min(repeats, 3)):
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds) * 1e6 / len(calls)
+    recorded = Graphed(run)
     recorded.replay()
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in "12")  # type: ignore[no-untyped-call]
     for start, end in zip(starts, ends, strict=True):
@@ -100,18 +107,3 @@ def microseconds(calls: Sequence[Callable[[], object]], *, device: torch.device,
     torch.cuda.synchronize()
     taken: list[float] = [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
     return statistics.median(taken) * 1e3 / len(calls)
-
-
-def _all_of(calls: Sequence[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
-
-
-def _microseconds_on_the_cpu(calls: Sequence[Callable[[], object]], repeats: int) -> float:
-    taken = []
-    _all_of(calls)
-    for _ in range(repeats):
-        start = time.perf_counter()
-        _all_of(calls)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken) * 1e6 / len(calls)

@@ -33,7 +33,6 @@ def _lanes_kernel(
     unit_starts,
     slab_starts,
     order,
-    scales,
     out,
     num_rows,
     num_columns,
@@ -67,9 +66,6 @@ def _lanes_kernel(
             sums = _add_products(sums, x, loaded[step], values.dtype.element_ty, BATCH, OFFSETS)
     out += tl.program_id(1).to(tl.int64) * batch * num_rows + place
     total = tl.sum(sums, 0)
-    if values.dtype.element_ty == tl.int8:
-        scale = tl.load(scales + place, mask=exists, other=0)
-        total *= scale if BATCH == 1 else scale[:, None]
     _store_lanes(out, total.to(out.dtype.element_ty), exists, num_rows, batch, BATCH)
 
 
@@ -153,11 +149,9 @@ def _octet(words, place, is_live):
 
 @triton.jit
 def _weights(values, place, is_live):
-    """The eight values of a unit, as two or four 64-bit words; of int8, the same one twice."""
+    """The eight values of a unit, as two or four 64-bit words."""
     words = values.to(tl.pointer_type(tl.int64))
-    if values.dtype.element_ty == tl.int8:
-        loaded = _octet(words, place, is_live)
-    elif values.dtype.element_ty == tl.float32:
+    if values.dtype.element_ty == tl.float32:
         loaded = _pair(words, place, is_live, 4, 0) + _pair(words, place, is_live, 4, 2)
     else:
         loaded = _pair(words, place, is_live, 2, 0)
@@ -167,9 +161,7 @@ def _weights(values, place, is_live):
 @triton.jit
 def _weight(words, RUN: tl.constexpr, dtype: tl.constexpr):
     """One value of a unit, as float32."""
-    if dtype == tl.int8:
-        weight = (words[0] >> (RUN * 8)).to(tl.int8).to(tl.float32)
-    elif dtype == tl.float32:
+    if dtype == tl.float32:
         weight = (words[RUN // 2] >> (RUN % 2 * 32)).to(tl.int32).to(tl.float32, bitcast=True)
     else:
         half = (words[RUN // 4] >> (RUN % 4 * 16)).to(tl.int32)
@@ -210,7 +202,6 @@ def _bitmask_kernel(
     marks,
     starts,
     values,
-    scales,
     out,
     num_rows,
     num_columns,
@@ -234,8 +225,6 @@ def _bitmask_kernel(
         mark = tl.load(marks + octet, mask=exists[:, None], other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
         start = tl.load(starts + line + first // 256, mask=exists, other=0)
         dense = _tile(values, mark, start, ROWS, COLUMNS)
-        if values.dtype.element_ty == tl.int8:
-            dense = dense.to(tl.float32).to(x.dtype.element_ty)  # exact: 16 bits hold all of these integers
         column = first + tl.arange(0, COLUMNS)
         inputs = tl.load(
             x + sample[None, :] * num_columns + column[:, None],
@@ -243,8 +232,6 @@ def _bitmask_kernel(
             other=0,
         )
         sums = tl.dot(dense, inputs, sums, input_precision="ieee")
-    if values.dtype.element_ty == tl.int8:
-        sums *= tl.load(scales + row, mask=exists, other=0)[:, None]
     out += tl.program_id(1).to(tl.int64) * batch * num_rows
     at = sample[None, :] * num_rows + row[:, None]
     tl.store(out + at, sums.to(out.dtype.element_ty), mask=exists[:, None] & (sample < batch)[None, :])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -67,79 +66,68 @@ NEAR_BYTES = 160 << 10
 
 def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
     """(batch, rows), in the dtype of x: the matrix times each of up to 16 samples. The same bits every time."""
-    _check(matrix, x)
-    kernels = _kernels(x)
-    if kernels is None or not x.numel() or not matrix.rows:
+    dtype, device = matrix.values.dtype, matrix.values.device
+    if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES:
+        raise GrowpruneError(
+            f"x must have shape (batch, {matrix.columns}) with a batch of 1 to {MOST_SAMPLES}, got {tuple(x.shape)}"
+        )
+    if x.dtype != dtype or x.dtype not in DTYPES:
+        raise GrowpruneError(
+            f"x and the matrix must have the same dtype, one of bfloat16, float16 and float32, got {x.dtype} and "
+            f"{dtype}: convert one of them"
+        )
+    if x.device != device:
+        raise GrowpruneError(f"x is on {x.device}, but the matrix is on {device}: move one of them")
+    if (not x.is_cuda and not is_interpreted()) or not x.numel() or not matrix.rows:
         return F.linear(x.float(), matrix.dense().float()).to(x.dtype)
-    x = x.contiguous()
+    try:
+        from growprune.deployment.cuda import product_kernels as kernels
+    except ImportError:
+        raise GrowpruneError("sparse products on CUDA need Triton: pip install triton") from None
+    x, batch = x.contiguous(), len(x)
     if isinstance(matrix, LaneMatrix):
-        return _lane_product(kernels, matrix, x, tile if isinstance(tile, LaneTile) else LaneTile())
-    return _bitmask_product(kernels, matrix, x, tile if isinstance(tile, BitmaskTile) else BitmaskTile())
-
-
-def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: LaneTile) -> Tensor:
-    batch = len(x)
-    together = min(LOAD_BYTES // x.element_size(), 1 << (batch - 1).bit_length())
-    inputs = x if batch == 1 else _interleave(kernels, x, together)
-    width = min(tile.width, tile.warps * 32)
-    rows = tile.warps * 32 // width
-    programs, slabs = -(-matrix.rows // rows), -(-matrix.most_units // matrix.lanes)
-    parts = -(-matrix.columns * together * x.element_size() // NEAR_BYTES)
-    split = _split(tile.split, programs, slabs, parts)
-    share = max(1, -(-slabs // split)) * matrix.lanes
-    out = _output(x, split, matrix.rows)
-    bases = matrix.index if matrix.bases is None else matrix.bases
-    tensors = (inputs, matrix.index, bases, matrix.values)
-    scales = matrix.values if matrix.scales is None else matrix.scales
-    rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, scales, out)
-    numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
-    lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
-    sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead, tile.is_pinned)
-    grid = (programs, split, -(-batch // together))
-    _launch(kernels._lanes_kernel, grid, (*tensors, *rest), sizes, tile.warps)
-    return _added_up(kernels, out, x)
-
-
-def _bitmask_product(kernels: ModuleType, matrix: BitmaskMatrix, x: Tensor, tile: BitmaskTile) -> Tensor:
-    segments = matrix.starts.shape[1]
-    programs = -(-matrix.rows // tile.rows)
-    split = _split(tile.split, programs, segments)
-    share = max(1, -(-segments // split))
-    out = _output(x, split, matrix.rows)
-    scales = matrix.values if matrix.scales is None else matrix.scales
-    tensors = (x, matrix.marks, matrix.starts, matrix.values, scales, out)
-    sizes = (matrix.rows, matrix.columns, segments, len(x), share, 16, tile.rows, tile.columns, tile.stages)
-    _launch(kernels._bitmask_kernel, (programs, split, 1), tensors, sizes, tile.warps)
-    return _added_up(kernels, out, x)
-
-
-def _interleave(kernels: ModuleType, x: Tensor, together: int) -> Tensor:
-    batch, columns = x.shape
-    rounds, block = -(-batch // together), 128
-    out = torch.empty(rounds, columns, together, dtype=x.dtype, device=x.device)
-    grid = (-(-columns // block), rounds, 1)
-    _launch(kernels._interleave_kernel, grid, (x, out), (batch, columns, together, block), 4)
+        tile = tile if isinstance(tile, LaneTile) else LaneTile()
+        together = min(LOAD_BYTES // x.element_size(), 1 << (batch - 1).bit_length())
+        inputs, rounds = x, -(-batch // together)
+        if batch > 1:  # so that one load brings all inputs of a column
+            inputs = torch.empty(rounds, matrix.columns, together, dtype=dtype, device=device)
+            grid = (-(-matrix.columns // 128), rounds, 1)
+            _launch(kernels._interleave_kernel, grid, (x, inputs), (batch, matrix.columns, together, 128), 4)
+        width = min(tile.width, tile.warps * 32)
+        rows = tile.warps * 32 // width
+        programs, slabs = -(-matrix.rows // rows), -(-matrix.most_units // matrix.lanes)
+        parts = -(-matrix.columns * together * x.element_size() // NEAR_BYTES)
+        split = _split(tile.split, programs, slabs, parts)
+        share = max(1, -(-slabs // split)) * matrix.lanes
+        bases = matrix.index if matrix.bases is None else matrix.bases
+        lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
+        kernel, grid = kernels._lanes_kernel, (programs, split, rounds)
+        places = (matrix.unit_starts, matrix.slab_starts, matrix.order)
+        tensors: tuple[Tensor, ...] = (inputs, matrix.index, bases, matrix.values, *places)
+        numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
+        sizes: tuple[int, ...] = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead, tile.is_pinned)
+    else:
+        tile = tile if isinstance(tile, BitmaskTile) else BitmaskTile()
+        segments, programs = matrix.starts.shape[1], -(-matrix.rows // tile.rows)
+        split = _split(tile.split, programs, segments)
+        share = max(1, -(-segments // split))
+        kernel, grid = kernels._bitmask_kernel, (programs, split, 1)
+        tensors = (x, matrix.marks, matrix.starts, matrix.values)
+        sizes = (matrix.rows, matrix.columns, segments, batch, share, 16, tile.rows, tile.columns, tile.stages)
+    out = torch.empty(batch, matrix.rows, dtype=dtype, device=device)
+    if split == 1:
+        _launch(kernel, grid, (*tensors, out), sizes, tile.warps)
+        return out
+    sums = torch.empty(split, batch, matrix.rows, dtype=torch.float32, device=device)
+    _launch(kernel, grid, (*tensors, sums), sizes, tile.warps)
+    _launch(kernels._sum_kernel, (-(-out.numel() // 256), 1, 1), (sums, out), (out.numel(), split, 256), 4)
     return out
 
 
 def _split(asked: int, programs: int, most: int, least: int = 1) -> int:
+    """How many programs share the columns of a row."""
     wanted = asked or max(least, -(-ENOUGH_PROGRAMS // programs))
     return max(1, min(wanted, most, 16))
-
-
-def _output(x: Tensor, split: int, rows: int) -> Tensor:
-    shape, dtype = ((len(x), rows), x.dtype) if split == 1 else ((split, len(x), rows), torch.float32)
-    return torch.empty(shape, dtype=dtype, device=x.device)
-
-
-def _added_up(kernels: ModuleType, parts: Tensor, x: Tensor) -> Tensor:
-    if parts.dim() == 2:
-        return parts
-    out = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
-    block = 256
-    sizes = (out.numel(), len(parts), block)
-    _launch(kernels._sum_kernel, (-(-out.numel() // block), 1, 1), (parts, out), sizes, 4)
-    return out
 
 
 def _launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], sizes: Any, warps: int) -> None:
@@ -149,17 +137,6 @@ def _launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...]
     from growprune.storage.triton_kernels import launch
 
     launch(kernel, grid, tensors, sizes, num_warps=warps)
-
-
-def _kernels(x: Tensor) -> ModuleType | None:
-    """The kernels where they can run: on CUDA, or interpreted."""
-    if not x.is_cuda and not is_interpreted():
-        return None
-    try:
-        from growprune.deployment.cuda import product_kernels
-    except ImportError:
-        raise GrowpruneError("sparse products on CUDA need Triton: pip install triton") from None
-    return product_kernels
 
 
 def kernel_failures() -> tuple[type[Exception], ...]:
@@ -174,17 +151,3 @@ def kernel_failures() -> tuple[type[Exception], ...]:
 def is_interpreted() -> bool:
     """Whether Triton runs its kernels on the CPU, in numpy: slow, but without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _check(matrix: Matrix, x: Tensor) -> None:
-    if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES:
-        raise GrowpruneError(
-            f"x must have shape (batch, {matrix.columns}) with a batch of 1 to {MOST_SAMPLES}, got {tuple(x.shape)}"
-        )
-    if x.dtype != matrix.dtype or x.dtype not in DTYPES:
-        raise GrowpruneError(
-            f"x and the matrix must have the same dtype, one of bfloat16, float16 and float32, got {x.dtype} and "
-            f"{matrix.dtype}: convert one of them"
-        )
-    if x.device != matrix.values.device:
-        raise GrowpruneError(f"x is on {x.device}, but the matrix is on {matrix.values.device}: move one of them")

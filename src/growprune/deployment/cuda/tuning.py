@@ -1,4 +1,4 @@
-"""Measure, then swap: which of the formats, tiles, 2:4 or dense is fastest for a layer on this GPU."""
+"""Measure, then swap: which of the formats and tiles, or dense, is fastest for a layer on this GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.cuda.formats import MOST_COLUMNS, Entries, bitmask_matrix, lane_matrix
+from growprune.deployment.cpu.matrix import SparseMatrix
+from growprune.deployment.cuda.formats import MOST_COLUMNS, bitmask_matrix, lane_matrix
 from growprune.deployment.cuda.graphs import BEYOND_CACHE, microseconds
-from growprune.deployment.cuda.linear import DenseLinear, SemiStructuredLinear, SparseLinear, semi_structured
+from growprune.deployment.cuda.linear import SparseLinear
 from growprune.deployment.cuda.products import MOST_SAMPLES, BitmaskTile, LaneTile, Matrix, Tile, kernel_failures
 from growprune.deployment.example import first_line
 
@@ -36,34 +37,32 @@ MOST_COPIES = 64
 LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """Of a product against the dense one, relative to its norm: several times what rounding gives."""
 
+FORMATS: Mapping[str, Callable[[SparseMatrix], Matrix]] = {
+    "offsets": lambda entries: lane_matrix(entries, lanes=8 if 1 - entries.sparsity < FEW_ALIVE else 16),
+    "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
+    "bitmask": bitmask_matrix,
+}
+TILES: Mapping[str, Sequence[Tile]] = {"offsets": LANE_TILES, "columns": LANE_TILES, "bitmask": BITMASK_TILES}
+DENSE = "dense"
+
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The layer that is kept, and what was measured."""
+    """The kind of layer that is fastest, and what was measured."""
 
-    layer: nn.Module
     kind: str
+    tile: Tile | None
     dense_us: float
     sparse_us: float | None
     """Of the fastest that is not dense; None if nothing but dense can run."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """What could not run here, and why."""
 
-    @property
-    def tiles(self) -> dict[int, Tile]:
-        return self.layer.tiles if isinstance(self.layer, SparseLinear) else {}
 
-
-FORMATS: Mapping[str, Callable[[Entries], Matrix]] = {
-    "offsets": lambda entries: lane_matrix(entries, lanes=8 if 1 - entries.sparsity < FEW_ALIVE else 16),
-    "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
-    "bitmask": bitmask_matrix,
-}
-TILES: Mapping[str, Sequence[Tile]] = {"offsets": LANE_TILES, "columns": LANE_TILES, "bitmask": BITMASK_TILES}
-
-
-def choose(entries: Entries, *, bias: Tensor | None = None, batch: int = 1, seconds: float = float("inf")) -> Choice:
-    """Time a layer in each format and dense, and keep the fastest.
+def choose(
+    entries: SparseMatrix, *, bias: Tensor | None = None, batch: int = 1, seconds: float = float("inf")
+) -> Choice:
+    """Time a layer in each format and dense, and find the fastest.
 
     What fails, or gives something else than the dense layer, is left out; see `failed`.
 
@@ -72,62 +71,38 @@ def choose(entries: Entries, *, bias: Tensor | None = None, batch: int = 1, seco
         batch: how many samples the layer is timed with.
         seconds: how long it may be timed, about; compiling kernels does not count.
     """
-    dense = DenseLinear(entries.dense(), bias)
-    taken = {dense.kind: time_layer(dense, entries, batch)}
-    layers: dict[str, nn.Module] = {dense.kind: dense}
+    dense, x, few = dense_linear(entries.dense(), bias), _input(entries, batch), min(batch, MOST_SAMPLES)
+    taken: dict[str, float] = {DENSE: time_of(copies(dense), x)}
+    tiles: dict[str, Tile] = {}
     failed: dict[str, str] = {}
-    for kind in (*FORMATS, SemiStructuredLinear.kind):
+    for kind, make in FORMATS.items():
+        if kind != "bitmask" and entries.columns > MOST_COLUMNS:
+            continue
         try:
-            found = _timed(kind, entries, bias, batch, seconds / (1 + len(FORMATS)))
-            if found is not None:
-                check(found[0], dense, entries, batch)
-                layers[kind], taken[kind] = found
+            matrix = make(entries)
+            tile, us = fastest(matrix, TILES[kind], few, seconds / (1 + len(FORMATS)))
+            layer = SparseLinear(matrix, bias=bias, kind=kind, tile=tile, samples=few)
+            if batch > MOST_SAMPLES or bias is not None:
+                us = time_of(copies(layer), x)
+            with torch.no_grad():
+                expected, found = dense(x).double(), layer(x).double()
+            error = float((found - expected).norm()) / max(float(expected.norm()), 1e-6)
+            if not error < LARGEST_ERROR[x.dtype]:  # a NaN is wrong too
+                raise RuntimeError(f"its relative difference from the dense product is {error:.1e}")
+            tiles[kind], taken[kind] = tile, us
         except kernel_failures() as error:
             failed[kind] = first_line(error)
     best = min(taken, key=lambda kind: taken[kind])
-    sparse_us = min((us for kind, us in taken.items() if kind != dense.kind), default=None)
-    return Choice(layers[best], best, taken[dense.kind], sparse_us, failed)
+    sparse_us = min((us for kind, us in taken.items() if kind != DENSE), default=None)
+    return Choice(best, tiles.get(best), taken[DENSE], sparse_us, failed)
 
 
-def make(
-    entries: Entries, kind: str, *, bias: Tensor | None = None, tiles: Mapping[int, Tile] | None = None
-) -> nn.Module:
-    """The layer of a kind that was chosen before."""
-    if kind == DenseLinear.kind:
-        return DenseLinear(entries.dense(), bias)
-    if kind == SemiStructuredLinear.kind:
-        return SemiStructuredLinear(entries.dense(), bias)
-    return SparseLinear(FORMATS[kind](entries), bias=bias, tiles=tiles, kind=kind)
-
-
-def _timed(
-    kind: str, entries: Entries, bias: Tensor | None, batch: int, seconds: float
-) -> tuple[nn.Module, float] | None:
-    """A layer that is not dense, and what it takes with its best tiles; None if it does not suit the matrix."""
-    if kind == SemiStructuredLinear.kind:
-        packed = semi_structured(entries, bias)
-        if packed is None:
-            return None
-        again = [semi_structured(entries, bias) for _ in range(3)]  # they cannot be copied
-        layers = [packed, *(layer for layer in again if layer is not None)]
-        return packed, time_of(layers, _input(entries, batch))
-    if kind != "bitmask" and entries.columns > MOST_COLUMNS:
-        return None
-    matrix = FORMATS[kind](entries)
-    few = min(batch, MOST_SAMPLES)
-    tile, us = fastest(matrix, TILES[kind], few, seconds)
-    layer = SparseLinear(matrix, bias=bias, tiles={few: tile}, kind=kind)
-    return layer, time_layer(layer, entries, batch) if batch > MOST_SAMPLES or bias is not None else us
-
-
-def check(layer: nn.Module, dense: nn.Module, entries: Entries | Matrix, batch: int) -> None:
-    """Raise RuntimeError if a layer does not give what the dense one gives."""
-    x = _input(entries, batch)
-    with torch.no_grad():
-        expected, found = dense(x).double(), layer(x).double()
-    error = float((found - expected).norm()) / max(float(expected.norm()), 1e-6)
-    if not error < LARGEST_ERROR[x.dtype]:  # a NaN is wrong too
-        raise RuntimeError(f"its relative difference from the dense product is {error:.1e}")
+def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A layer of torch with these tensors."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+    return layer
 
 
 def fastest(matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")) -> tuple[Tile, float]:
@@ -144,11 +119,10 @@ def times_of_tiles(
     matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")
 ) -> Iterator[tuple[Tile, float | str]]:
     """Microseconds that a product takes with each tile, or why it cannot run; at least one is tried."""
-    layers = copies(SparseLinear(matrix))
-    x = _input(matrix, batch)
+    layers, x = copies(SparseLinear(matrix)), _input(matrix, batch)
     for tile in tiles:
         for layer in layers:
-            layer.tiles = {batch: tile}  # type: ignore[assignment]
+            layer.tile = tile  # type: ignore[assignment]
         start = time.monotonic()
         taken: float | str
         try:
@@ -164,15 +138,11 @@ def times_of_tiles(
             return
 
 
-def time_layer(layer: nn.Module, entries: Entries | Matrix, batch: int) -> float:
-    return time_of(copies(layer), _input(entries, batch))
-
-
 def copies(layer: nn.Module) -> list[nn.Module]:
     """The layer and as many copies as it takes that no cache holds the weights; alone on the CPU."""
-    buffers = list(layer.buffers())
-    num_bytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-    is_cuda = any(buffer.is_cuda for buffer in buffers)
+    tensors = [*layer.parameters(), *layer.buffers()]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    is_cuda = any(tensor.is_cuda for tensor in tensors)
     count = min(MOST_COPIES, max(2, -(-BEYOND_CACHE // max(1, num_bytes)))) if is_cuda else 1
     return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
 
@@ -185,7 +155,7 @@ def time_of(layers: Sequence[nn.Module], x: Tensor) -> float:
         return microseconds(calls, device=x.device)
 
 
-def _input(of: Entries | Matrix, batch: int) -> Tensor:
+def _input(of: SparseMatrix | Matrix, batch: int) -> Tensor:
     device = of.values.device
     generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(batch, of.columns, generator=generator, device=device).to(of.dtype)
+    return torch.randn(batch, of.columns, generator=generator, device=device).to(of.values.dtype)

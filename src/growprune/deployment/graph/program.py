@@ -80,8 +80,10 @@ class CopyStep:
     def bind(self, memory: Memory) -> Callable[[], object]:
         if isinstance(self.source, Stored):
             atoms = [size for dimension in self.source.place.dimensions for size, _ in dimension]
-            source, target = (_reshaped(value, atoms) for value in (self.source, self.target))
-            from_tensor, to_tensor = memory.tensor(source), memory.tensor(target)
+            places = [value.place.reshape(atoms) for value in (self.source, self.target)]
+            assert places[0] is not None and places[1] is not None
+            from_tensor = memory.tensor(Stored(self.source.buffer, places[0]))
+            to_tensor = memory.tensor(Stored(self.target.buffer, places[1]))
             return lambda: to_tensor.copy_(from_tensor)
         copy = _matrix_copy(memory.tensor(self.target))
         if isinstance(self.source, InSlot):
@@ -89,12 +91,6 @@ class CopyStep:
             return lambda: copy(slots[slot])
         tensor = self.source
         return lambda: copy(tensor)
-
-
-def _reshaped(value: Stored, shape: list[int]) -> Stored:
-    place = value.place.reshape(shape)
-    assert place is not None
-    return Stored(value.buffer, place)
 
 
 def _matrix_copy(target: Tensor) -> Callable[[Tensor], object]:
@@ -119,42 +115,33 @@ class TorchStep:
     """How many numbers the largest of its tensors has."""
 
     def bind(self, memory: Memory) -> Callable[[], object]:
+        function, slots, slot = self.function, memory.slots, self.slot
         args, kwargs = mapped((self.args, self.kwargs), memory.bound)
         if self.out is not None:
             kwargs = {**kwargs, "out": memory.tensor(self.out)}
-        call = _with_slots(self.function, args, kwargs, memory)
-        if self.slot is None:
-            return call
-        may_be_view = any(isinstance(leaf, Stored) for leaf in pytree.tree_leaves((self.args, self.kwargs)))
-        return _ToSlot(call, memory, self.slot, copies=None if may_be_view else False)
+        given = pytree.tree_leaves((self.args, self.kwargs))
+        has_slots = any(isinstance(leaf, InSlot) for leaf in given)
+        copies = None if any(isinstance(leaf, Stored) for leaf in given) else False  # None: the first result tells
 
+        def call() -> Any:
+            return function(*args, **kwargs)
 
-def _with_slots(function: Callable[..., Any], args: Any, kwargs: Any, memory: Memory) -> Callable[[], Any]:
-    """A call with these arguments, those in slots as they are then."""
-    if not any(isinstance(leaf, InSlot) for leaf in pytree.tree_leaves((args, kwargs))):
-        return lambda: function(*args, **kwargs)
+        def call_with_slots() -> Any:
+            positional, named = mapped((args, kwargs), memory.filled)
+            return function(*positional, **named)
 
-    def call() -> Any:
-        positional, named = mapped((args, kwargs), memory.filled)
-        return function(*positional, **named)
+        run = call_with_slots if has_slots else call
 
-    return call
+        def to_slot() -> None:
+            nonlocal copies
+            result = run()
+            if copies is None:
+                copies = memory.owns(result)
+            if copies:  # a view of the arena, which later steps overwrite
+                result = [t.clone() for t in result] if isinstance(result, (tuple, list)) else result.clone()
+            slots[slot] = result  # type: ignore[index]
 
-
-class _ToSlot:
-    """A call whose result goes to a slot. A view of the arena is copied before it is overwritten."""
-
-    def __init__(self, call: Callable[[], Any], memory: Memory, slot: int, *, copies: bool | None) -> None:
-        self._call, self._memory, self._slot = call, memory, slot
-        self._copies = copies  # None: the first result tells
-
-    def __call__(self) -> None:
-        result = self._call()
-        if self._copies is None:
-            self._copies = self._memory.owns(result)
-        if self._copies:
-            result = [t.clone() for t in result] if isinstance(result, (tuple, list)) else result.clone()
-        self._memory.slots[self._slot] = result
+        return run if slot is None else to_slot
 
 
 def mapped(value: Value, change: Callable[[Value], Value]) -> Value:
@@ -220,25 +207,17 @@ class Program:
         """Where steps share threads of our own, which wait for nobody that is not running; see native/threads.h."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        slots = self._memory.slots
+        slots, threads = self._memory.slots, None
         for slot, leaf in zip(self._inputs, leaves, strict=True):
             slots[slot] = leaf
-        if self._alone is None:
-            self._run()
-        else:
-            threads = self._alone.begin_alone()
-            try:
-                self._run()
-            finally:
+        try:
+            if self._alone is not None:
+                threads = self._alone.begin_alone()
+            for call in self._calls:
+                call()
+        finally:
+            if self._alone is not None and threads is not None:
                 self._alone.end_alone(threads)
-        return self._result()
-
-    def _run(self) -> None:
-        for call in self._calls:
-            call()
-
-    def _result(self) -> Any:
-        slots = self._memory.slots
         found = [output() for output in self._outputs]
         slots[:] = [None] * len(slots)
         return pytree.tree_unflatten(found, self._out_spec)

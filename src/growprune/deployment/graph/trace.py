@@ -84,7 +84,13 @@ def trace(module: nn.Module, example: Example) -> Traced:
     if len(inputs) != len(example.leaves):
         raise NotTraceable("torch.export flattens its inputs differently")
     _make_functional(graph, tensors)
-    _check(graph)
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise NotTraceable(f"its graph has a {node.op}, {node.target}")
+        if node.target is aten.as_strided.default or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise NotTraceable(f"it uses {node.target}")
+        if any(isinstance(size, torch.SymInt) for size in getattr(node.meta.get("val"), "shape", ())):
+            raise NotTraceable(f"{node.target} gives a shape that depends on the data")
     return Traced(graph, tensors, tuple(inputs), program.call_spec.out_spec)
 
 
@@ -108,10 +114,11 @@ def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None
     """Let operations that write to their first argument make a new tensor, which later ones then read."""
     positions = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if not _mutates(node):
+        if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
             continue
-        written = node.args[0]
-        functional = _functional(node.target)
+        written, name = node.args[0], node.target._schema.name.partition("::")[2]
+        packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+        functional = getattr(packet, node.target._overloadname, None)  # such as relu for relu_
         is_shared = written in tensors or written.op == "placeholder" or _is_view(written)
         is_seen_elsewhere = any(_is_view(user) and positions[user] < positions[node] for user in written.users)
         if functional is None or is_shared or is_seen_elsewhere:
@@ -121,31 +128,10 @@ def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None
     graph.lint()
 
 
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def _is_view(node: fx.Node) -> bool:
     """Whether its result is, or may be, memory that it was given."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     return node.target in VIEWS or any(one.alias_info is not None for one in returned)
-
-
-def _functional(target: Any) -> Any:
-    """The operation that gives what `target` writes, such as relu for relu_."""
-    name = target._schema.name.partition("::")[2]
-    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    return getattr(packet, target._overloadname, None)
-
-
-def _check(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.op not in ("placeholder", "call_function", "output"):
-            raise NotTraceable(f"its graph has a {node.op}, {node.target}")
-        if node.target is aten.as_strided.default or isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise NotTraceable(f"it uses {node.target}")
-        if any(isinstance(size, torch.SymInt) for size in getattr(node.meta.get("val"), "shape", ())):
-            raise NotTraceable(f"{node.target} gives a shape that depends on the data")
 
 
 # Reading nodes
@@ -199,8 +185,13 @@ def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, s
                 node.meta["constant"] = Constant(tensor.detach)
         elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
             is_sparse = any(n.meta["constant"].is_sparse for n in node.all_input_nodes)
-            made = functools.cache(functools.partial(_computed, node))
-            node.meta["constant"] = Constant(made, is_sparse=is_sparse)
+
+            def made(node: fx.Node = node) -> Any:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["constant"].make())
+                with torch.no_grad():
+                    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+            node.meta["constant"] = Constant(functools.cache(made), is_sparse=is_sparse)
 
 
 def is_constant(node: Any) -> bool:
@@ -213,24 +204,19 @@ def constant(node: Any) -> Tensor | None:
 
 
 def drop_identities(graph: fx.Graph) -> None:
-    """Let who reads the result of an identity read its input."""
+    """Replace uses of identity operations by their inputs."""
+    conversions = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.to.device)
     for node in list(graph.nodes):
-        if (node.target in IDENTITIES and not _is_trained(node)) or _is_same_type(node):
+        if node.target in IDENTITIES:  # a dropout may drop in eval mode too, because someone wants it to
+            is_identity = not ("dropout" in str(node.target) and bool(node.args[2]))
+        elif node.target in conversions:
+            before, after = node.args[0].meta["val"], node.meta["val"]
+            is_identity = before.dtype == after.dtype and before.device == after.device
+        else:
+            is_identity = False
+        if is_identity:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-
-
-def _is_trained(node: fx.Node) -> bool:
-    """A dropout that drops in eval mode too, because someone wants it to."""
-    return "dropout" in str(node.target) and bool(node.args[2])
-
-
-def _is_same_type(node: fx.Node) -> bool:
-    """A conversion to what it is already."""
-    if node.target not in (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.to.device):
-        return False
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    return bool(before.dtype == after.dtype and before.device == after.device)
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -240,9 +226,3 @@ def _is_pure(node: fx.Node) -> bool:
     value = node.meta.get("val")
     sizes = [value] if isinstance(value, Tensor) else value if isinstance(value, (tuple, list)) else ()
     return not is_random and all(isinstance(v, Tensor) and v.numel() <= LARGEST for v in sizes)
-
-
-def _computed(node: fx.Node) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["constant"].make())
-    with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -7,24 +7,24 @@ If a source has masks, a live weight that happens to be zero stays live. If it h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from growprune.files.importers.compressed_tensors import COMPRESSED_TENSORS
-from growprune.files.importers.contents import Source, open_contents
-from growprune.files.importers.foreign_formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
-from growprune.files.importers.imported import Imported, Importer
+from growprune.files.importers.compressed_tensors import read_compressed_tensors
+from growprune.files.importers.contents import Contents, Source, open_contents
+from growprune.files.importers.foreign_formats import read_dense, read_growprune, read_torch_prune
+from growprune.files.importers.imported import Imported
 from growprune.sparse.model import SparseModel
 
-IMPORTERS: dict[str, Importer] = {
-    "growprune": GROWPRUNE,
-    "compressed-tensors": COMPRESSED_TENSORS,
-    "apex-asp": APEX_ASP,
-    "torch-prune": TORCH_PRUNE,
-    "dense": DENSE,
-}
-"""The importers by name. The first that recognizes a source reads it."""
+IMPORTERS: tuple[Callable[[Contents], Imported | None], ...] = (
+    read_growprune,
+    read_compressed_tensors,
+    read_torch_prune,
+    read_dense,
+)
+"""Each returns None for a source of another format. The first that recognizes a source reads it."""
 
 
 def read(source: Source) -> Imported:
@@ -42,7 +42,7 @@ def read(source: Source) -> Imported:
         ('torch-prune', 2, ['bias', 'weight'])
     """
     contents = open_contents(source)
-    return next(importer for importer in IMPORTERS.values() if importer.recognizes(contents)).read(contents)
+    return next(found for importer in IMPORTERS if (found := importer(contents)) is not None)
 
 
 def load(source: Source, model: nn.Module, **settings: Any) -> SparseModel:
@@ -55,4 +55,4 @@ def load(source: Source, model: nn.Module, **settings: Any) -> SparseModel:
     return read(source).into(model, **settings)
 
 
-__all__ = ["IMPORTERS", "Imported", "Importer", "load", "read"]
+__all__ = ["IMPORTERS", "Imported", "load", "read"]

@@ -17,24 +17,22 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.files.importers.contents import Contents
-from growprune.files.importers.imported import Imported, Importer
+from growprune.files.importers.imported import Imported
 from growprune.masks.bits import pack, unpack
 from growprune.storage.kernels import scatter_live
 
 VALUES, BITS, SHAPE, OFFSETS = ".compressed", ".bitmask", ".shape", ".row_offsets"
 
 
-def stems(contents: Contents) -> list[str]:
-    found = (name.removesuffix(VALUES) for name in contents.tensors if name.endswith(VALUES))
-    return [stem for stem in found if stem + BITS in contents.tensors and stem + SHAPE in contents.tensors]
-
-
-def read(contents: Contents) -> Imported:
-    own = stems(contents)
-    parts = {stem + end for stem in own for end in (VALUES, BITS, SHAPE, OFFSETS)}
+def read_compressed_tensors(contents: Contents) -> Imported | None:
+    stems = [name.removesuffix(VALUES) for name in contents.tensors if name.endswith(VALUES)]
+    stems = [stem for stem in stems if stem + BITS in contents.tensors and stem + SHAPE in contents.tensors]
+    if not stems:
+        return None
+    parts = {stem + end for stem in stems for end in (VALUES, BITS, SHAPE, OFFSETS)}
     tensors = {name: tensor for name, tensor in contents.tensors.items() if name not in parts}
     masks: dict[str, Tensor] = {}
-    for stem in own:
+    for stem in stems:
         name = stem if stem.endswith(".weight") else f"{stem}.weight"  # early versions kept the word
         if name in tensors:
             _refuse(contents, f"has {name} both compressed and dense")
@@ -63,6 +61,3 @@ def _decompress(contents: Contents, stem: str) -> tuple[Tensor, Tensor]:
 
 def _refuse(contents: Contents, why: str) -> None:
     raise GrowpruneError(f"{contents.where} {why}: it is damaged, download or save it again")
-
-
-COMPRESSED_TENSORS = Importer(lambda contents: bool(stems(contents)), read)

@@ -35,10 +35,6 @@ WRAPPINGS = ("module.", "_orig_mod.")
 SPARE_BYTES = 64 << 20
 """The most bytes by which the overlapping tensors of a checkpoint may exceed its file."""
 
-OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x08": "ONNX", b"<": "XML", b"{": "JSON", b"\x93NUM": "numpy's"}
-"""The first bytes of model files that are not supported."""
-
-
 Source: TypeAlias = str | os.PathLike[str] | nn.Module | Mapping[str, Any]
 
 
@@ -69,25 +65,15 @@ def open_contents(source: Source) -> Contents:
         raise GrowpruneError(f"source must be a path, a module or a state dict, got a {type(source).__name__}")
     path = Path(source)
     if path.is_dir():
-        return _of_folder(path)
+        file = single_file(path) or path / PICKLED
+        return _of_file(file) if file.is_file() else _of_index(path)
     if not path.is_file():
         raise GrowpruneError(f"{path} does not exist: pass a file or a folder with weights")
     return _of_file(path)
 
 
-def _of_folder(path: Path) -> Contents:
-    if (file := single_file(path)) is not None:
-        return _of_file(file)
-    if (path / PICKLED).is_file():
-        return _of_file(path / PICKLED)
-    tensors: dict[str, Tensor] = {}
-    for name in _indexed_files(path):
-        tensors |= _read_safetensors(path / name)[0]
-    return Contents(str(path), tensors)
-
-
-def _indexed_files(path: Path) -> list[str]:
-    """Return the files with the weights of a folder, from its index."""
+def _of_index(path: Path) -> Contents:
+    """Read the files that the index of a folder lists."""
     if not (path / INDEX).is_file():
         raise GrowpruneError(f"{path} has no weights: pass a folder with {DENSE}, {PICKLED} or {INDEX}")
     try:
@@ -98,9 +84,12 @@ def _indexed_files(path: Path) -> list[str]:
             raise ValueError("a name points outside the folder")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise GrowpruneError(f"{path / INDEX} is damaged ({one_line(error)}): download the folder again") from None
-    if missing := [name for name in names if not (path / name).is_file()]:
-        raise GrowpruneError(f"{path} lacks {missing[0]}, which its {INDEX} lists: download it too")
-    return names
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if not (path / name).is_file():
+            raise GrowpruneError(f"{path} lacks {name}, which its {INDEX} lists: download it too")
+        tensors |= _read_safetensors(path / name)[0]
+    return Contents(str(path), tensors)
 
 
 def _of_file(path: Path) -> Contents:
@@ -111,9 +100,9 @@ def _of_file(path: Path) -> Contents:
     if not is_safetensors and start.startswith((b"PK\x03\x04", b"\x80")):
         return from_checkpoint(_read_torch(path), str(path), path.stat().st_size)
     if start[8:9] != b"{":
-        kind = next((kind for sign, kind in OTHERS.items() if start.startswith(sign)), None)
-        what = f"looks like a file in {kind} format" if kind else "is neither safetensors nor a torch.save file"
-        raise GrowpruneError(f"{path} {what}: pass safetensors, a checkpoint of torch.save, or a folder with one")
+        raise GrowpruneError(
+            f"{path} is neither safetensors nor a torch.save file: pass one of them, or a folder with one"
+        )
     tensors, metadata = _read_safetensors(path)
     aliases = {alias: name for alias, name in metadata.items() if name in tensors and alias not in tensors}
     return Contents(str(path), tensors, metadata=metadata, aliases=aliases, path=path)
@@ -134,7 +123,10 @@ def _read_torch(path: Path) -> Any:
     """Read a file of torch.save, without running any code in it."""
     try:
         if is_zip := zipfile.is_zipfile(path):
-            _check_stored(path)
+            with zipfile.ZipFile(path) as archive:  # torch never compresses; a compressed member could become any size
+                packed = [m.filename for m in archive.infolist() if m.compress_type != zipfile.ZIP_STORED]
+            if packed:
+                raise GrowpruneError(f"{path} has a compressed {packed[0]!r}, which torch.save never writes: unpack it")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)|`?([\w.]+)`? was not an allowed global", str(error))
@@ -150,68 +142,39 @@ def _read_torch(path: Path) -> Any:
         ) from None
 
 
-def _check_stored(path: Path) -> None:
-    """Refuse compressed members, which torch never writes and which could become any size."""
-    with zipfile.ZipFile(path) as archive:
-        if packed := [member.filename for member in archive.infolist() if member.compress_type != zipfile.ZIP_STORED]:
-            raise GrowpruneError(f"{path} has a compressed {packed[0]!r}, which torch.save never writes: unpack it")
-
-
 def from_checkpoint(found: Any, where: str, num_bytes: int | None = None) -> Contents:
     """Read a checkpoint that is a state dict, or a dict with one as an entry.
 
     Args:
         num_bytes: the size of its file, which overlapping tensors may not exceed by much.
     """
-    state = _state_in(found, where)
-    tensors = {str(name): value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-    others = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
-    notes = (f"skipped {', '.join(others[:3])}: not a tensor",) if others else ()
-    _check_plain(tensors, where)
-    tensors = _unwrapped(tensors)
-    first, aliases = _without_twins(tensors)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
-    if num_bytes is not None and size > num_bytes + SPARE_BYTES:
-        raise GrowpruneError(f"{where} has overlapping tensors, {size} bytes in a file of {num_bytes}: save copies")
-    return Contents(where, first, aliases=aliases, notes=notes)
-
-
-def _state_in(found: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(found, Mapping):
         kind = type(found).__name__
         raise GrowpruneError(f"{where} must hold tensors by name, as state_dict() returns them, got a {kind}")
-    if any(isinstance(value, Tensor) for value in found.values()):
-        return found
-    for key in STATES:
-        state = found.get(key)
-        if isinstance(state, Mapping) and any(isinstance(value, Tensor) for value in state.values()):
-            return state
-    has = ", ".join(str(key)[:40] for key in [*found][:6]) or "nothing"
-    raise GrowpruneError(f"{where} holds no tensors, only {has}: save model.state_dict(), alone or as 'state_dict'")
-
-
-def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
+    inner = [found[key] for key in STATES if isinstance(found.get(key), Mapping)]
+    state = next((some for some in (found, *inner) if any(isinstance(v, Tensor) for v in some.values())), None)
+    if state is None:
+        has = ", ".join(str(key)[:40] for key in [*found][:6]) or "nothing"
+        raise GrowpruneError(f"{where} holds no tensors, only {has}: save model.state_dict(), alone or as 'state_dict'")
+    tensors = {str(name): value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+    others = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
+    notes = (f"skipped {', '.join(others[:3])}: not a tensor",) if others else ()
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or type(tensor) is not Tensor:
             what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of {tensor.layout}"
             raise GrowpruneError(f"{where} has {name}, which is {what}: save it as a plain dense tensor")
-
-
-def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove each wrapper's prefix once. Below it, a submodule may have the same name."""
-    left = list(WRAPPINGS)
+    left = list(WRAPPINGS)  # each is removed once: below it, a submodule may have the same name
     while prefix := next((p for p in left if tensors and all(name.startswith(p) for name in tensors)), ""):
         left.remove(prefix)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
-def _without_twins(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors by their first names, and their other names."""
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
         if first.setdefault(place, name) != name:
             aliases[name] = first[place]
-    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if num_bytes is not None and size > num_bytes + SPARE_BYTES:
+        raise GrowpruneError(f"{where} has overlapping tensors, {size} bytes in a file of {num_bytes}: save copies")
+    return Contents(where, tensors, aliases=aliases, notes=notes)

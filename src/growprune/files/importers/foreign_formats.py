@@ -1,89 +1,67 @@
-"""The formats of growprune itself, of torch.nn.utils.prune, of apex ASP, and plain dense checkpoints."""
+"""The formats of growprune itself, of torch.nn.utils.prune, and plain dense checkpoints."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import torch
+from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file
 from growprune.files.importers.contents import Contents
-from growprune.files.importers.imported import Imported, Importer, masks_by_zeros, with_masks
+from growprune.files.importers.imported import Imported, masks_by_zeros
 from growprune.files.manifest import FORMAT
 from growprune.files.reader import open_sparse
 
-ORIGINAL, MASK = "_orig", "_mask"
-ASP_MASK = re.compile(r"(.*\.)?__([^.]+)_mma_mask")
-ASP_PRUNED = re.compile(r"(.*\.)?__([^.]+)_mma_pruned_p")
-"""The pruned values that `allow_recompute_mask` keeps. They are not imported."""
 
-
-def _is_ours(contents: Contents) -> bool:
-    return contents.path is not None and contents.metadata.get("format") == FORMAT
-
-
-def _read_ours(contents: Contents) -> Imported:
-    path = contents.path or Path()
-    tensors = sparse_file.read(path)
-    with open_sparse(path) as opened:
+def read_growprune(contents: Contents) -> Imported | None:
+    if contents.path is None or contents.metadata.get("format") != FORMAT:
+        return None
+    tensors = sparse_file.read(contents.path)
+    with open_sparse(contents.path) as opened:
         masks = {entry.name: opened.mask(entry) for entry in opened.prunable if entry.is_sparse}
         plain = {name: tensor for name, tensor in tensors.items() if name not in opened.aliases}
         return Imported("growprune", plain, masks, opened.aliases, contents.notes)
 
 
-def _pruned_by_torch(contents: Contents) -> list[str]:
-    """Return the names of pruned parameters: `weight` is stored as `weight_orig` with the buffer `weight_mask`."""
-    stems = (name.removesuffix(ORIGINAL) for name in contents.tensors if name.endswith(ORIGINAL))
-    return [stem for stem in stems if f"{stem}{MASK}" in contents.tensors and stem not in contents.tensors]
-
-
-def _read_torch_prune(contents: Contents) -> Imported:
-    pruned = set(_pruned_by_torch(contents))
-    stored = {f"{name}{MASK}" for name in pruned}
-    tensors = {
-        stem if (stem := name.removesuffix(ORIGINAL)) in pruned else name: tensor
-        for name, tensor in contents.tensors.items()
-        if name not in stored
-    }
-    return with_masks(contents, "torch-prune", tensors, {name: contents.tensors[f"{name}{MASK}"] for name in pruned})
-
-
-def _asp_masks(contents: Contents) -> dict[str, str]:
-    """Map each mask to its weight: `weight`, pruned in place, has the buffer `__weight_mma_mask`."""
-    found = {name: ASP_MASK.fullmatch(name) for name in contents.tensors}
-    return {name: f"{match[1] or ''}{match[2]}" for name, match in found.items() if match}
-
-
-def _read_asp(contents: Contents) -> Imported:
-    masks = _asp_masks(contents)
-    for name, weight in masks.items():
-        if weight not in contents.tensors:
+def read_torch_prune(contents: Contents) -> Imported | None:
+    """Read what `weight_orig` and the buffer `weight_mask` store. Masked weights become exactly zero."""
+    stored = contents.tensors
+    stems = [name.removesuffix("_orig") for name in stored if name.endswith("_orig")]
+    pruned = {stem for stem in stems if f"{stem}_mask" in stored and stem not in stored}
+    if not pruned:
+        return None
+    masks: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    for full, tensor in stored.items():
+        name = full.removesuffix("_orig")
+        if full.removesuffix("_mask") in pruned:
+            continue
+        if name not in pruned:
+            tensors[full] = tensor
+            continue
+        mask = stored[f"{name}_mask"].detach() != 0
+        if mask.shape != tensor.shape:
+            has = f"{tuple(tensor.shape)} and its mask {tuple(mask.shape)}"
             raise GrowpruneError(
-                f"{contents.where} has {name}, but no {weight}: it is damaged, download or save it again"
+                f"{contents.where} has {name} with shape {has}: it is damaged, download or save it again"
             )
-    tensors = {n: t for n, t in contents.tensors.items() if n not in masks and not ASP_PRUNED.fullmatch(n)}
-    return with_masks(contents, "apex-asp", tensors, {weight: contents.tensors[n] for n, weight in masks.items()})
+        tensors[name] = torch.where(mask, tensor, torch.zeros((), dtype=tensor.dtype))
+        if mask.ndim >= 2 and not mask.all():
+            masks[name] = mask
+    zeros = [name for name in masks_by_zeros(tensors) if name not in pruned]
+    notes = [f"{name} has zeros but no mask, so all of it is live" for name in zeros[:3]]
+    aliases = {alias: name for alias, name in contents.aliases.items() if name in tensors}
+    return Imported("torch-prune", tensors, masks, aliases, (*contents.notes, *notes))
 
 
-def _read_dense(contents: Contents) -> Imported:
+def read_dense(contents: Contents) -> Imported:
     """Read a dense checkpoint, where only zeros show what was pruned."""
-    if lost := _values_of_ours(contents):
-        raise GrowpruneError(
-            f"{contents.where} has {lost} and its mask, like a sparse file of growprune, but lacks its metadata: it is "
-            f"damaged, download or save it again"
-        )
+    for name, tensor in contents.tensors.items():
+        stem = name.removesuffix(".values")
+        if stem != name and tensor.dim() == 1 and not {f"{stem}.mask", f"{stem}.gaps"}.isdisjoint(contents.tensors):
+            raise GrowpruneError(
+                f"{contents.where} has {name} and its mask, like a sparse file of growprune, but lacks its metadata: "
+                f"it is damaged, download or save it again"
+            )
     tensors = dict(contents.tensors)
     return Imported("dense", tensors, masks_by_zeros(tensors), contents.aliases, contents.notes)
-
-
-def _values_of_ours(contents: Contents) -> str | None:
-    """Return the name of live values with a mask, which no dense checkpoint has."""
-    names = (name for name, tensor in contents.tensors.items() if name.endswith(".values") and tensor.dim() == 1)
-    masks = (".mask", ".gaps")
-    return next((n for n in names if any(n.removesuffix(".values") + m in contents.tensors for m in masks)), None)
-
-
-GROWPRUNE = Importer(_is_ours, _read_ours)
-TORCH_PRUNE = Importer(lambda contents: bool(_pruned_by_torch(contents)), _read_torch_prune)
-APEX_ASP = Importer(lambda contents: bool(_asp_masks(contents)), _read_asp)
-DENSE = Importer(lambda contents: True, _read_dense)

@@ -1,9 +1,9 @@
-"""The base of importers: what an importer is, and what it returns."""
+"""What importers return: tensors and masks, and how a model is filled with them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.filling import fill_model, matching_names
-from growprune.files.importers.contents import Contents
-from growprune.masks.layers import Weight, prunable_weights
+from growprune.files.filling import fill_model
+from growprune.files.reader import matching_names
+from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import LEAST, masks_of_zeros
 from growprune.sparse.model import SparseModel
@@ -62,52 +62,28 @@ class Imported:
         names = {ours: theirs[name] for ours, name in matched.items()}
         chosen = {name: settings.get(name, ()) for name in ("keep_dense", "include")}
         weights = prunable_weights(model, **chosen)
-        masks = _masks_for(weights, names, self.masks, pattern)
-        self._warn_of_dense(names, {weight.parameter for weight in weights})
-        settings.setdefault("sparsity", _share_of_dead(weights, masks))
-        settings.setdefault("allocation", "global")
-        sparse = SparseModel(model, pattern=pattern, **settings)
-        fill_model(sparse, names, lambda name: self.tensors[names[name]], masks.get)
-        return sparse
-
-    def _warn_of_dense(self, names: Mapping[str, str], prunable: set[str]) -> None:
         if not self.masks:
             warn(f"the {self.format} source has no sparse weights, so all weights are live")
+        prunable = {weight.parameter for weight in weights}
         if dense := [name for name, theirs in names.items() if theirs in self.masks and name not in prunable]:
             warn(f"{', '.join(dense[:5])} is sparse in the source, but dense in the model: add it to include")
-
-
-@dataclass(frozen=True)
-class Importer:
-    """A format: how to recognize it, and how to read it."""
-
-    recognizes: Callable[[Contents], bool]
-    read: Callable[[Contents], Imported]
-
-
-def with_masks(contents: Contents, format: str, tensors: dict[str, Tensor], masks: dict[str, Tensor]) -> Imported:
-    """Build the result of a format with masks: masked weights are exactly zero, tensors without a mask are live.
-
-    Args:
-        tensors: by their plain names; those with a mask are replaced.
-        masks: as stored, of any dtype; non-zero means live.
-    """
-    alive: dict[str, Tensor] = {}
-    for name, stored in masks.items():
-        mask = stored.detach() != 0
-        if mask.shape != tensors[name].shape:
-            has = f"{tuple(tensors[name].shape)} and its mask {tuple(mask.shape)}"
-            raise GrowpruneError(
-                f"{contents.where} has {name} with shape {has}: it is damaged, download or save it again"
-            )
-        if not mask.all():
-            tensors[name] = torch.where(mask, tensors[name], torch.zeros((), dtype=tensors[name].dtype))
-            if mask.ndim >= 2:
-                alive[name] = mask
-    zeros = [name for name in masks_by_zeros(tensors) if name not in masks]
-    notes = [f"{name} has zeros but no mask, so all of it is live" for name in zeros[:3]]
-    aliases = {alias: name for alias, name in contents.aliases.items() if name in tensors}
-    return Imported(format, tensors, alive, aliases, (*contents.notes, *notes))
+        masks = {name: self.masks[names[name]] for name in prunable if names[name] in self.masks}
+        if masks and not pattern.is_single:  # a block is live if any of its weights is
+            as_model = bare_model({name: mask.to(torch.uint8) for name, mask in masks.items()})
+            masks = masks_of_zeros(as_model.get_parameter, [w for w in weights if w.parameter in masks], pattern)
+        total = sum(math.prod(weight.shape) for weight in weights)
+        dead = sum(
+            weight.numel - int(torch.count_nonzero(weight.of(masks[weight.parameter])))
+            for weight in weights
+            if weight.parameter in masks
+        )
+        if dead == total:
+            raise GrowpruneError("all prunable weights of the source are zero, so there is nothing to load")
+        sparse = SparseModel(
+            model, **{"pattern": pattern, "sparsity": dead / total, "allocation": "global", **settings}
+        )
+        fill_model(sparse, names, lambda name: self.tensors[names[name]], masks.get)
+        return sparse
 
 
 def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -127,52 +103,19 @@ def bare_model(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None 
     ['a.weight', 'a.bias']
     """
     root = nn.Module()
-    made: dict[str, nn.Parameter] = {}
-    for name, tensor in tensors.items():
-        made[name] = nn.Parameter(tensor.detach(), requires_grad=False)
-        _put(root, name, made[name])
-    for alias, name in (aliases or {}).items():
-        _put(root, alias, made[name])
+    made = {name: nn.Parameter(tensor.detach(), requires_grad=False) for name, tensor in tensors.items()}
+    for name, parameter in (made | {alias: made[name] for alias, name in (aliases or {}).items()}).items():
+        *path, local = name.split(".")
+        if len(path) > MAX_DEPTH:
+            raise GrowpruneError(f"the name {name[:60]!r} has more than {MAX_DEPTH} dots, which is not supported")
+        module = root
+        try:
+            for step in path:
+                if step not in module._modules:
+                    module.add_module(step, nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(local, parameter)
+        except (AttributeError, KeyError, TypeError) as error:
+            why = f"a model cannot have a tensor named {name!r} with the others ({error.args[0]})"
+            raise GrowpruneError(why) from None
     return root
-
-
-def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    *path, local = name.split(".")
-    if len(path) > MAX_DEPTH:
-        raise GrowpruneError(f"the name {name[:60]!r} has more than {MAX_DEPTH} dots, which is not supported")
-    module = root
-    try:
-        for step in path:
-            if step not in module._modules:
-                module.add_module(step, nn.Module())
-            module = module.get_submodule(step)
-        module.register_parameter(local, parameter)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise GrowpruneError(f"a model cannot have a tensor named {name!r} with the others ({error.args[0]})") from None
-
-
-def _masks_for(
-    weights: tuple[Weight, ...], names: Mapping[str, str], masks: Mapping[str, Tensor], pattern: Pattern
-) -> dict[str, Tensor]:
-    """Return the masks of the model's parameters. A block is live if any of its weights is."""
-    found = {}
-    for weight in weights:
-        if (theirs := masks.get(names[weight.parameter])) is not None:
-            found[weight.parameter] = theirs
-    if pattern.is_single or not found:
-        return found
-    sparse = [weight for weight in weights if weight.parameter in found]
-    as_model = bare_model({name: mask.to(torch.uint8) for name, mask in found.items()})
-    return masks_of_zeros(as_model.get_parameter, sparse, pattern)
-
-
-def _share_of_dead(weights: tuple[Weight, ...], masks: Mapping[str, Tensor]) -> float:
-    total = sum(math.prod(weight.shape) for weight in weights)
-    dead = sum(
-        weight.numel - int(torch.count_nonzero(weight.of(masks[weight.parameter])))
-        for weight in weights
-        if weight.parameter in masks
-    )
-    if dead == total:
-        raise GrowpruneError("all prunable weights of the source are zero, so there is nothing to load")
-    return dead / total
