@@ -281,7 +281,7 @@ def test_a_capped_curve_begins_at_zero_and_growth_has_a_span_of_its_own() -> Non
     assert prunes == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.8])
     grown = [t for t, phase in enumerate(list(plan)[1:]) if any(e.action is Action.GROW for e in phase.edits)]
     assert grown == [2, 3]
-    with pytest.raises(gp.GrowpruneError, match="grow_until.* got 2"):
+    with pytest.raises(gp.GrowpruneError, match=r"grow_until.* got 2"):
         gradual_gap(FOUR, sparsity=0.8, iterations=8, grow_until=2)
 
 
