@@ -132,7 +132,8 @@ def _product_of(layer: nn.Module) -> Callable[..., Tensor] | None:
 def _compute_masked(adapter: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute what a LoRA layer of PEFT does, with the change masked as `merge` would keep it.
 
-    Without dropout, this is one product with the sum of both weights. With dropout, whose input differs, it is two.
+    In training without dropout, this is one product with the sum of both weights. With dropout, whose input differs, it
+    is two; without gradients too, so that whoever watches the layer (as `prune_pretrained` does) sees it compute.
     """
     layer = _innermost(adapter)
     stored = stored_in(layer).get("weight")
@@ -160,7 +161,8 @@ def _compute_masked(adapter: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
         else:
             whole = change if whole is None else whole + change
             alone += [] if bias is None else [bias]
-    if whole is None or adapter.base_layer is not layer or (layouts_of(layer) and stored.parameter.requires_grad):
+    trains_compact = layouts_of(layer) and stored.parameter.requires_grad
+    if whole is None or adapter.base_layer is not layer or trains_compact or not torch.is_grad_enabled():
         result = adapter.base_layer(x, *args, **kwargs)
         alone += [] if whole is None else [product(x.to(whole.dtype), whole, None)]
     else:
