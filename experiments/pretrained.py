@@ -4,8 +4,7 @@
     python experiments/pretrained.py --table                     # print the table; --write puts it into the page
 
 First each study's dense model is trained (its recipe `dense`). Then every row starts from those weights and has the
-same epochs, optimizer and one learning-rate curve. `--study classification-tiny` and `translation-tiny` do it in
-seconds, to see that it runs. DIR is that of run.py.
+same epochs, optimizer and one learning-rate curve. DIR is that of run.py.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ HALF_WIDTH = {"task.width": 32, "compile": "true", **SELDOM}
 STUDIES = {
     "classification-cifar10": Study("cifar10.npz", "top1", epochs=16, lr=0.2, settings=HALF_WIDTH),
     "translation-multi30k": Study("multi30k", "bleu", epochs=16, lr=1e-3, settings=SELDOM),
-    "classification-tiny": Study("images.npz", "top1", epochs=9, lr=0.01),
-    "translation-tiny": Study("text", "bleu", epochs=9, lr=2e-4),
 }
 MAIN = ("classification-cifar10", "translation-multi30k")
 

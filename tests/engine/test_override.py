@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_recipes import TINY
 from toy import cyclic, parallel
 
 import growprune as gp
@@ -50,10 +51,10 @@ def test_fields_are_set_with_the_type_they_have() -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_fields_that_are_checked_together_are_set_together(order: int) -> None:
     settings = {"task.heads": "5", "task.d_model": "15", "storage": "compact", "shard": "fsdp"}
-    recipe = override(find("language-tiny/dense"), dict([*settings.items()][::order]))
+    recipe = override(TINY["language-tiny/dense"](), dict([*settings.items()][::order]))
     assert (recipe.task.heads, recipe.task.d_model, recipe.storage, recipe.shard) == (5, 15, "compact", "fsdp")
     with pytest.raises(GrowpruneError, match=r"^d_model must be a multiple of heads=5, got 16"):
-        override(find("language-tiny/dense"), {"task.heads": "5"})
+        override(TINY["language-tiny/dense"](), {"task.heads": "5"})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,24 @@ import pytest
 import torch
 from paths import ROOT
 from small_data import EVERY_MAKER, MAKERS
+from tiny_recipes import TINY
 
 import growprune as gp
 from growprune import engine
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
-from growprune.recipes import RECIPES, find
+from growprune.recipes import MEASURED, RECIPES, find
 from growprune.tasks.segmentation.shapenet import NAME
 
 EXPERIMENTS = ROOT / "experiments"
 PAPER = [name for name in RECIPES if re.match(r"\w+-(imagenet|coco|shapenet|wmt14)/", name)]
-TINY = [name for name in RECIPES if re.match(r"\w+-tiny/", name)]
 METHOD_OF = {"cyclic": "cyclic_gap", "parallel": "parallel_gap", "random": "random_gap", "set": "set"}
 METHOD_OF |= {"gradual": "gradual_gap"}
 METHOD_OF |= {"static": "static_random", "str": "str", "one-shot": "one_shot", "iterative-admm": "iterative_admm"}
 """What a row calls a method that has another name."""
 
 
-def one_of_each_kind(names: list[str]) -> list[str]:
+def one_of_each_kind(names: Iterable[str]) -> list[str]:
     """One row of each method, number of parts, pattern and scope, in some task, no long form; in each task, C-GaP.
 
     That all the others can be built, and what they cost, the test before the runs sees.
@@ -54,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def with_data(name: str, data: dict[str, str]) -> Recipe:
-    recipe = find(name)
+    recipe = TINY[name]()
     return replace(recipe, task=replace(recipe.task, data=data[name.partition("-")[0]]))
 
 
@@ -188,7 +188,7 @@ def test_resnet50_has_the_flops_of_its_live_weights(sparsity: int, flops: int) -
 
 def test_small_and_tiny_have_every_row_of_the_paper() -> None:
     rows: dict[str, dict[str, set[str]]] = {}
-    for name in RECIPES:
+    for name in (*RECIPES, *TINY):
         study, _, row = name.partition("/")
         task, _, dataset = study.partition("-")
         rows.setdefault(task, {}).setdefault(dataset, set()).add(row)
@@ -199,7 +199,7 @@ def test_small_and_tiny_have_every_row_of_the_paper() -> None:
 
 @pytest.mark.parametrize("task", EVERY_MAKER)
 def test_a_tiny_recipe_of_every_row_has_edits_and_a_price(task: str, data: dict[str, str]) -> None:
-    rows = {name: find(name) for name in TINY if name.startswith(f"{task}-") and not name.endswith("/dense")}
+    rows = {name: make() for name, make in TINY.items() if name.startswith(f"{task}-") and not name.endswith("/dense")}
     # rows at 80 % differ from those at 90 % in the number only, and long forms in the length
     priced = [name for name in rows if name.replace("-80-", "-90-") not in rows.keys() - {name}]
     for name in (name for name in priced if not re.search(r"-\d+x$", name)):
@@ -261,7 +261,7 @@ def test_data_may_have_moved_when_a_run_is_resumed(data: dict[str, str], tmp_pat
 def test_data_that_is_not_there_is_said_before_a_run_has_a_folder(
     task: str, place: str, says: str, tmp_path: Path
 ) -> None:
-    recipe = find(f"{task}-tiny/dense")
+    recipe = TINY[f"{task}-tiny/dense"]()
     with pytest.raises(ValueError, match=says):
         engine.train(replace(recipe, task=replace(recipe.task, data=place)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -279,7 +279,7 @@ def test_a_split_that_is_missing_is_said_at_the_start_not_the_end(task: str, fil
     (tmp_path / "data").mkdir()
     root = MAKERS[task](tmp_path / "data")
     (root / file).unlink()
-    recipe = find(f"{task}-tiny/dense")
+    recipe = TINY[f"{task}-tiny/dense"]()
     with pytest.raises(ValueError, match=Path(file).name):
         engine.train(replace(recipe, task=replace(recipe.task, data=str(root))), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -296,8 +296,9 @@ def test_small_recipes_say_what_was_measured(study: str, monkeypatch: pytest.Mon
     for name in (name for name in RECIPES if name.startswith(f"{study}/")):
         runs = found.get(name.partition("/")[2], [])
         mean = sum(run.figure("test")[metric] for run in runs) / max(1, len(runs))
-        expected = f"{metric} {mean:.2f}" if runs else "not measured"
-        assert re.search(rf", on \S+: {expected}; \d+ epochs; one GPU$", find(name).claim)
+        expected = f"measured here: {metric} {mean:.2f}" if runs else "not measured here"
+        assert re.search(rf", on \S+; {expected}; \d+ epochs; one GPU$", find(name).claim)
+        assert (name in MEASURED) == bool(runs)
 
 
 def test_the_tables_of_recipes_show_the_results_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:

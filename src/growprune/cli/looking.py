@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,16 +31,24 @@ def list_(
 ) -> None:
     """List methods, tasks and recipes."""
     from growprune.methods import METHODS
-    from growprune.recipes import RECIPES
+    from growprune.recipes import MEASURED, RECIPES
     from growprune.tasks import TASKS
 
+    claims = {name: build().claim for name, build in RECIPES.items()}
     kinds = {
         "methods": {name: _summary(method) for name, method in METHODS.items()},
         "tasks": {name: _summary(task) for name, task in TASKS.items()},
-        "recipes": {name: build().claim or _summary(build) for name, build in RECIPES.items()},
+        "recipes": {name: claims[name] or _summary(build) for name, build in RECIPES.items()},
     }
     if not containing and not as_json:
-        kinds["recipes"] = _by_study(kinds["recipes"], {name for name, build in RECIPES.items() if build().claim})
+        for study, group in itertools.groupby(claims, key=lambda name: name.partition("/")[0]):
+            names = [name for name in group if claims[name]]  # others are listed one by one
+            methods = dict.fromkeys(re.split(r"-\d", name.partition("/")[2])[0] for name in names)
+            for name in names:
+                del kinds["recipes"][name]
+            if names:
+                count = sum(name in MEASURED for name in names) or "none"
+                kinds["recipes"][f"{study}/..."] = f"{len(names)} recipes, {count} measured: {', '.join(methods)}"
     if what and what not in kinds:
         raise GrowpruneError(f"KIND must be one of {', '.join(kinds)}, got {what!r}")
     chosen = {what: kinds[what]} if what else kinds
@@ -48,19 +56,6 @@ def list_(
     if not any(found.values()):
         raise GrowpruneError(f"no {what or 'methods, tasks or recipes'} with {containing!r} in the name")
     print_json(found) if as_json else _show_lists(found)
-
-
-def _by_study(recipes: Mapping[str, str], rows: Container[str]) -> dict[str, str]:
-    """Shorten the list of recipes: all recipes of a study become one line that names their methods."""
-    shown: dict[str, str] = {}
-    for study, group in itertools.groupby(recipes, key=lambda name: name.partition("/")[0]):
-        names = [*group]
-        if not any(name in rows for name in names):
-            shown |= {name: recipes[name] for name in names}
-        else:
-            methods = dict.fromkeys(re.split(r"-\d", name.partition("/")[2])[0] for name in names)
-            shown[f"{study}/..."] = f"{len(names)} recipes: {', '.join(methods)}"
-    return shown
 
 
 def _summary(thing: object) -> str:

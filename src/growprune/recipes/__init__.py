@@ -1,8 +1,8 @@
 """All recipes by name. To add one, write a function that returns a `Recipe`, and add it to RECIPES of its module.
 
 Names are `task-data/method-sparsity-allocation[-variant]`: `classification-imagenet/cyclic-80-uniform` is a row of the
-paper, `classification-cifar10/...` is the same on small data, and `classification-tiny/...` takes seconds. The recipes
-of a task are loaded on first use, so that a run loads only those of its own task.
+paper, and `classification-cifar10/cyclic-80-uniform` is the same on small data. MEASURED has our own result of each
+recipe that was run. The recipes of a task are loaded on first use, so that a run loads only those of its own task.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
     RECIPES: dict[str, Callable[[], Recipe]]
+    MEASURED: dict[str, str]
 
 TASKS = ("digits", "classification", "detection", "segmentation", "translation", "language")
 """The modules of recipes, each with those of one task in its RECIPES."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RECIPES":
-        return {name: make for task in TASKS for name, make in _recipes_of(task).items()}
+    if name in ("RECIPES", "MEASURED"):
+        return {key: item for task in TASKS for key, item in getattr(_module(task), name).items()}
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _recipes_of(task: str) -> dict[str, Callable[[], Recipe]]:
-    recipes: dict[str, Callable[[], Recipe]] = importlib.import_module(f"{__name__}.{task}").RECIPES
-    return recipes
+def _module(task: str) -> Any:
+    return importlib.import_module(f"{__name__}.{task}")
 
 
 def find(source: str) -> Recipe:
@@ -42,7 +42,7 @@ def find(source: str) -> Recipe:
             raise GrowpruneError(f"{source} must return a growprune.Recipe, got {type(recipe).__name__}")
         return recipe
     task = source.partition("/")[0].partition("-")[0]
-    known = _recipes_of(task) if task in TASKS else {}
+    known: dict[str, Callable[[], Recipe]] = _module(task).RECIPES if task in TASKS else {}
     if source not in known:
         close = " or ".join(difflib.get_close_matches(source, __getattr__("RECIPES"), 3, 0.4))
         raise GrowpruneError(

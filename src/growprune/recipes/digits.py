@@ -79,3 +79,5 @@ RECIPES = {
     "digits/one-shot-90": one_shot_90,
     "digits/tiny": tiny,
 }
+
+MEASURED: dict[str, str] = {}

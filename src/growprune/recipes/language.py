@@ -60,38 +60,16 @@ def linux() -> Study:
     return Study(dense, cut(3, 3, 3, 3), steps=4, rounds=1, epochs=1, finetune=2, pretrain=1, budget=1)
 
 
-def tiny() -> Study:
-    """Layers of 16 channels: seconds on a CPU."""
-    task = Language(context=8, d_model=16, ffn=64, heads=2, layers=3, batch_size=16)
-    schedule = LRSchedule("cosine", warmup_iterations=2)
-    dense = replace(shakespeare().dense, task=task, options={"epochs": 2}, lr_schedule=schedule)
-    dense = replace(dense, precision="fp32", device="cpu", evaluate_every=1)
-    return replace(shakespeare(), dense=dense, parts=cut(1, 1, 1), epochs=1, finetune=1, budget=2, every=1)
-
-
 ROWS: dict[str, Row] = {
     "dense": "dense, not in the paper",
     "cyclic-80-uniform": "C-GaP 80 %, not in the paper",
     "cyclic-90-uniform": "C-GaP 90 %, not in the paper",
 }
 ROWS |= rows_of([Baseline("gmp", methods.gmp, "global", epochs=30)], table="", metric="bits_per_byte")
-LINUX: dict[str, Row] = {"dense": ROWS["dense"]}
 
 
-def measured(row: str, claim: str) -> str:
-    return f"{claim}, on tinyshakespeare: not measured"
+MEASURED: dict[str, str] = {}
+"""Our own results. `growprune compare` measured others, on the page of results."""
 
-
-def measured_on_linux(row: str, claim: str) -> str:
-    return f"{claim}, on C source: not measured"
-
-
-def to_see_that_it_runs(row: str, claim: str) -> str:
-    return f"{claim}, tiny: a quick test that it runs"
-
-
-RECIPES = (
-    recipes("language-shakespeare", shakespeare(), ROWS, measured, "one GPU")
-    | recipes("language-linux", linux(), LINUX, measured_on_linux, "one GPU")
-    | recipes("language-tiny", tiny(), ROWS, to_see_that_it_runs, "one CPU core")
-)
+RECIPES = recipes("language-shakespeare", shakespeare(), ROWS, like="{}, on tinyshakespeare", hardware="one GPU")
+RECIPES |= recipes("language-linux", linux(), {"dense": ROWS["dense"]}, like="{}, on C source", hardware="one GPU")

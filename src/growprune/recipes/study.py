@@ -10,8 +10,8 @@ stairs       train dense, then prune in several steps: the paper's prune-from-de
 baseline        a baseline from another paper
 
 The baselines (class `Baseline`) of the paper's tables are a table too: each line is two rows, at 80 % and 90 %. Their
-names are `method-sparsity-allocation[-times]`: `rigl-80-uniform-5x` is RigL, five times as long. In small and tiny
-studies all of them train for the budget of the study, and long forms for a multiple of it.
+names are `method-sparsity-allocation[-times]`: `rigl-80-uniform-5x` is RigL, five times as long. In small studies all
+of them train for the budget of the study, and long forms for a multiple of it.
 """
 
 from __future__ import annotations
@@ -149,42 +149,35 @@ OURS: dict[str, Row] = {
 }
 """Rows that every study has in addition to its table."""
 
-ClaimFormat = Callable[[str, str], str]
-"""Makes the claim of a recipe from the name of a row and the claim of the paper."""
-
-
-def in_the_paper(row: str, claim: str) -> str:
-    return claim
-
-
-def measured(data: str, figures: Mapping[str, str]) -> ClaimFormat:
-    """Claims with numbers measured on small data. A test compares them with experiments/."""
-    return lambda row, claim: f"Like {claim.partition(':')[0]}, on {data}: {figures.get(row, 'not measured')}"
-
-
-def to_see_that_it_runs(row: str, claim: str) -> str:
-    return f"Like {claim.partition(':')[0]}, tiny: a quick test that it runs"
-
 
 def recipes(
     name: str,
     study: Study,
     rows: Mapping[str, Row],
-    say: ClaimFormat = in_the_paper,
+    *,
+    like: str = "",
+    measured: Mapping[str, str] | None = None,
     hardware: str = "machines of 8 V100",
 ) -> dict[str, Callable[[], Recipe]]:
-    """All recipes of a study, by full name."""
+    """All recipes of a study, by full name.
 
-    def bound(row: str, about: Row) -> Callable[[], Recipe]:
-        claim, make = (about, make_by_name(row)) if isinstance(about, str) else about
+    Args:
+        like: what the recipe of a small study claims; `{}` is the row of the paper, without its figure.
+        measured: our own results by full name. Each claim says its result, or that it was not measured.
+    """
+
+    def bound(full: str, about: Row) -> Callable[[], Recipe]:
+        claim, make = (about, make_by_name(full.partition("/")[2])) if isinstance(about, str) else about
+        said = like.format(claim.partition(":")[0]) if like else claim
+        result = f"measured here: {measured[full]}" if measured and full in measured else "not measured here"
 
         def build() -> Recipe:
             recipe = make(study)
-            return replace(recipe, claim=f"{say(row, claim)}; {total_epochs(recipe)} epochs; {hardware}")
+            return replace(recipe, claim=f"{said}; {result}; {total_epochs(recipe)} epochs; {hardware}")
 
         return build
 
-    return {f"{name}/{row}": bound(row, about) for row, about in (dict(rows) | OURS).items()}
+    return {f"{name}/{row}": bound(f"{name}/{row}", about) for row, about in (dict(rows) | OURS).items()}
 
 
 def total_epochs(recipe: Recipe) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from paths import SHARED
 from small_data import language
+from tiny_recipes import TINY
 from torch import Tensor, nn
 
 from growprune import GrowpruneError, engine
@@ -41,7 +42,7 @@ def small(data: Path | str, **settings: Any) -> Language:
 
 
 def tiny(row: str, data: Path, **changes: Any) -> Recipe:
-    recipe = find(f"language-tiny/{row}")
+    recipe = TINY[f"language-tiny/{row}"]()
     return replace(recipe, task=replace(recipe.task, data=str(data)), **changes)
 
 
