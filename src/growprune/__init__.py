@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     )
     from growprune.files.sparse_file import load, manifest, read, save
     from growprune.masks.layers import register_layer
-    from growprune.masks.partition import Partition
-    from growprune.masks.partition_kinds import balanced, contiguous, named, per_layer
+    from growprune.masks.partition import Partition, balanced, contiguous, named, per_layer
     from growprune.plan import Branch, By, Fork, Part, Phase, Plan, Spread, grow, method, prune
     from growprune.sparse.cursor import Cursor
     from growprune.sparse.flops import count_flops
@@ -44,14 +43,13 @@ _HOMES = {
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),
-    "growprune.masks.partition_kinds": ("balanced", "contiguous", "named", "per_layer"),
     "growprune.engine.recipe": ("Recipe",),
     "growprune.files.sparse_file": ("load", "manifest", "read", "save"),
     "growprune.sparse.flops": ("count_flops",),
     "growprune.sparse.init": ("sparse_init",),
     "growprune.sparse.text": ("perplexity", "text_batches"),
     "growprune.masks.layers": ("register_layer",),
-    "growprune.masks.partition": ("Partition",),
+    "growprune.masks.partition": ("Partition", "balanced", "contiguous", "named", "per_layer"),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
     "growprune.files.pretrained": ("from_pretrained", "save_pretrained"),
     "growprune.files.sharded_checkpoints": (

@@ -18,7 +18,7 @@ from growprune.compare.budget import Budget, cut_as_usual, nearest, num_epochs, 
 from growprune.compare.parsing import Row, parse_rows
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition_kinds import balanced, contiguous, per_layer
+from growprune.masks.partition import balanced, contiguous, per_layer
 from growprune.methods import METHODS
 from growprune.recipes.digits import tiny
 

@@ -13,7 +13,7 @@ from toy import Toy, cyclic, parallel, plain
 from growprune import engine, methods
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition_kinds import contiguous
+from growprune.masks.partition import contiguous
 from growprune.sparse.model import SparseModel
 
 FIGURES = ("training_flops", "training_iterations", "training_examples", "peak_alive", "average_alive")

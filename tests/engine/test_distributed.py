@@ -33,7 +33,7 @@ from growprune.engine.events import OtherLogs
 from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition_kinds import contiguous
+from growprune.masks.partition import contiguous
 
 
 def model_bytes(folder: Path) -> bytes:

@@ -23,7 +23,7 @@ from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import Training
 from growprune.files import checkpoint
-from growprune.masks.partition_kinds import contiguous, per_layer
+from growprune.masks.partition import contiguous, per_layer
 from growprune.methods import METHODS
 from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, grow, method, prune, walk
 from growprune.sparse.model import SparseModel

@@ -16,7 +16,7 @@ from growprune import GrowpruneError, methods
 from growprune.engine.override import override, parse_settings
 from growprune.engine.recipe import own_options
 from growprune.engine.source import load
-from growprune.masks.partition_kinds import contiguous, per_layer
+from growprune.masks.partition import contiguous, per_layer
 from growprune.recipes import find
 from growprune.recipes.study import total_epochs
 

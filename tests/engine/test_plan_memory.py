@@ -9,7 +9,7 @@ from toy import Toy, plain
 from growprune import methods
 from growprune.engine.cost import estimate
 from growprune.engine.optim import OptimizerConfig
-from growprune.masks.partition_kinds import contiguous
+from growprune.masks.partition import contiguous
 
 
 def test_a_plan_knows_what_each_rank_will_hold() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition_kinds import contiguous
+from growprune.masks.partition import contiguous
 from growprune.tasks import Task
 
 

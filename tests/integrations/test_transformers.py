@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers_cases import assert_same_bits, make_data, make_model, make_trainer, train
 
 from growprune.integrations.transformers import GrowPruneCallback
-from growprune.masks.heads import output_layers
+from growprune.masks.inspection import output_layers
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 

@@ -12,7 +12,7 @@ from transformers_cases import assert_same_bits, make_data, make_model, make_tra
 
 from growprune import By, SparseModel
 from growprune.integrations.transformers import GrowPruneCallback
-from growprune.masks.heads import output_layers
+from growprune.masks.inspection import output_layers
 
 
 class Noting(hf.Trainer):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import growprune as gp
+from growprune.masks.inspection import already_sparse
 from growprune.masks.layers import prunable_weights
-from growprune.masks.zeros import already_sparse
 from growprune.sparse.cursor import Cursor
 
 

@@ -11,8 +11,7 @@ from plan_cases import phases_of
 from torch import nn
 
 import growprune as gp
-from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import Balanced, parse_partition
+from growprune.masks.partition import Balanced, Partition, parse_partition
 from growprune.methods import gradual_gap, granet, parallel_gradual_gap
 from growprune.plan import Action, Fork, Part, Phase, walk
 from growprune.sparse.cursor import Cursor

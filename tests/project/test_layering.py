@@ -48,7 +48,6 @@ STANDARD_LIBRARY_ONLY = (
     "methods/",
     "masks/layers.py",
     "masks/partition.py",
-    "masks/partition_kinds.py",
 )
 
 files = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))

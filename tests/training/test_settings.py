@@ -12,11 +12,10 @@ from toy import Toy, cyclic
 
 from growprune import Cursor, GrowpruneError, Partition, contiguous
 from growprune.compare.budget import spend
-from growprune.masks.heads import output_layers
+from growprune.masks.inspection import output_layers
 from growprune.methods import METHODS
 from growprune.plan import declaration_of
-from growprune.training.first_mask import FirstMask
-from growprune.training.settings import Settings, describe
+from growprune.training.settings import FirstMask, Settings, describe
 
 RANDOM = FirstMask("random")
 FOUR = Partition.contiguous(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), 4)

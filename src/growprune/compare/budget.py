@@ -13,10 +13,9 @@ import torch
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import PARTS
+from growprune.masks.partition import PARTS, Partition
 from growprune.plan import Plan, declaration_of
-from growprune.plan.lengths import fill_lengths, plan_length
+from growprune.plan.phases import fill_lengths, plan_length
 from growprune.plan.settings import check_counts
 
 KINDS = ("epochs", "flops", "paper")

@@ -29,7 +29,7 @@ from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.masks.zeros import masks_of_zeros
+from growprune.masks.inspection import masks_of_zeros
 from growprune.sparse.model import SparseModel
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"

@@ -13,14 +13,12 @@ from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig, check_choices, require
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
-from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
+from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.plan import Plan, declaration_of
 from growprune.plan.settings import check_counts, plain
-from growprune.sparse.learning_rates import auto_exponent
+from growprune.sparse.stepper import auto_exponent
 from growprune.tasks.task import Task
-from growprune.training.first_mask import FirstMask
-from growprune.training.settings import Resolved, Settings
+from growprune.training.settings import FirstMask, Resolved, Settings
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ from growprune.files.weights_file import weights_file
 from growprune.files.writer import rewrite_as_int8
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
-from growprune.sparse.checks import named_tensors
-from growprune.sparse.model import SparseModel
+from growprune.sparse.model import SparseModel, named_tensors
 
 FORMATS = ("sparse", "dense", "hf", "onnx", "openvino")
 """The formats that can be written."""

@@ -25,7 +25,7 @@ from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.masks.bits import pack
 from growprune.sharding.parameter import ShardedCompact
-from growprune.sparse.checks import named_tensors
+from growprune.sparse.model import named_tensors
 
 if TYPE_CHECKING:
     from growprune.sparse.cursor import Cursor

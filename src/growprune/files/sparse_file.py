@@ -18,8 +18,7 @@ from growprune.files.quantized import check_values
 from growprune.files.reader import match_model, open_sparse
 from growprune.files.writer import check_finished, warn_of_unsaved, write
 from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
-from growprune.sparse.checks import named_tensors
-from growprune.sparse.model import SparseModel, check_sparse_model
+from growprune.sparse.model import SparseModel, check_sparse_model, named_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

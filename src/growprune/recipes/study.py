@@ -24,8 +24,7 @@ from typing import Any
 
 from growprune import methods
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import balanced, contiguous, named, per_layer
+from growprune.masks.partition import Partition, balanced, contiguous, named, per_layer
 from growprune.plan import Part, Plan, declaration_of, walk
 
 Parts = tuple[tuple[str, ...], ...]

@@ -11,6 +11,7 @@ of the engine (engine/forks.py).
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,10 +20,9 @@ import torch
 from torch import nn
 
 from growprune.errors import GrowpruneError
-from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, next_edits, walk
+from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, declaration_of, next_edits, walk
 from growprune.plan.phases import onward
-from growprune.plan.settings import check_counts, check_state, plain
-from growprune.sparse.checks import check_plan
+from growprune.plan.settings import as_float, check_counts, check_state, plain
 from growprune.sparse.model import SparseModel, check_sparse_model, sparse_model_of
 from growprune.sparse.rules import running
 from growprune.sparse.rules.base import RunningRule
@@ -346,3 +346,25 @@ def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:
         sparse.check_by(by)
     for rule in {scheduled.phase.rule for scheduled in schedule}:
         running(rule, sparse)
+
+
+def check_plan(own: SparseModel, plan: Plan) -> None:
+    """Raise if a plan was made for another sparsity, allocation or keep_dense than the model."""
+    target, method = plan.options.get("sparsity"), plan.method.__name__
+    if target is not None and not math.isclose(as_float(target), own.target_sparsity, abs_tol=1e-9):
+        raise GrowpruneError(
+            f"{method} has sparsity={target}, but the SparseModel has {own.target_sparsity}: use the same for both"
+        )
+    meant = declaration_of(plan.method).allocation
+    if meant != own.allocation and not own.is_allocation_given:
+        raise GrowpruneError(
+            f"{method} is designed for allocation={meant!r}, but the SparseModel has the default, {own.allocation!r}: "
+            f"use SparseModel(..., allocation={meant!r}), or pass {own.allocation!r} explicitly to keep it"
+        )
+    sizes = getattr(plan.partition, "sizes", ())
+    prunable = sum(weight.numel for weight in own.weights)
+    if sizes and sum(sizes) != prunable:
+        raise GrowpruneError(
+            f"the partition has {sum(sizes):,} prunable weights, but the SparseModel has {prunable:,}: use the same "
+            f"keep_dense and include for both"
+        )

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import FLOOR, RANKINGS, Pool, erk, parse_allocation, shared_out, uniform
+from growprune.masks.inspection import masks_of_zeros
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of, salt_of
-from growprune.masks.zeros import masks_of_zeros
 from growprune.plan import Action, By, Edit, Part, Spread
 from growprune.sparse.gradients import Gradients
 from growprune.storage import SparseParameter

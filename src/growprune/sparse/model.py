@@ -18,35 +18,37 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from growprune.errors import GrowpruneError, warn
+from growprune.errors import MAX_VALUE, GrowpruneError, shorten, warn
 from growprune.masks.allocation import parse_cost_power
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
+from growprune.masks.inspection import already_sparse, check_sparse, masks_of_zeros
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
-from growprune.masks.zeros import already_sparse, check_sparse, masks_of_zeros
 from growprune.plan import By, Edit, Part, Score, grow, parse_choice, prune
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
-from growprune.sparse.checks import (
-    check_model,
-    check_not_taken,
-    check_optimizer,
-    check_parts,
-    check_same_layers,
-    check_settings,
-    is_fsdp2,
-    named_tensors,
-    unpruned,
-)
-from growprune.sparse.copies import mask_copy
+from growprune.sparse.checks import check_model, check_parameter, is_fsdp2, unpruned
 from growprune.sparse.editor import Editor
 from growprune.sparse.flops import cost_factors
 from growprune.sparse.gradients import Gradients
-from growprune.sparse.learning_rates import Exponent, check_rates, parse_lr_scaling
-from growprune.sparse.optimizer_state import follows, live_state, load_live_state, reshaped
-from growprune.sparse.stepper import OWNERS, Stepper, stepper_of, unwrapped, watch_optimizers
+from growprune.sparse.stepper import (
+    OWNERS,
+    Exponent,
+    Stepper,
+    check_optimizer,
+    check_rates,
+    follows,
+    live_state,
+    load_live_state,
+    parse_lr_scaling,
+    reshaped,
+    stepper_of,
+    unwrapped,
+    watch_optimizers,
+)
 from growprune.sparse.summary import Summary, summarise
 from growprune.storage import Masked, SparseParameter, make_plain, store
 from growprune.storage.adapters import stored_in
+from growprune.storage.compact_modules import layouts_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -497,7 +499,10 @@ class SparseModel:
 
     def notice_shards(self) -> None:
         """Find out what FSDP2 has sharded since the last call. All ranks of a sharded model must call this together."""
-        check_not_taken(self.stored)
+        for name, stored in self.stored.items():
+            parameter = stored.module._parameters.get(name.rpartition(".")[2])
+            if hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "ds_id"):  # another library has taken it
+                check_parameter(name, parameter)
         if self.ranks is not None or is_fsdp2(self.model.modules()):
             from growprune import sharding  # FSDP2 takes a second to load
 
@@ -507,8 +512,22 @@ class SparseModel:
         """Raise if layers of the model were replaced, or if it lacks tensors that a part names."""
         if parts:
             self.check_not_released()
-        check_same_layers(self.model, self.stored)
-        check_parts(self.model, parts)
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for name, stored in self.stored.items():
+            if id(stored.module._parameters.get(name.rpartition(".")[2])) not in own:
+                raise GrowpruneError(
+                    f"{name} was replaced after the SparseModel was created: create a new SparseModel after changing "
+                    f"layers"
+                )
+        known = named_tensors(self.model) if parts else {}
+        for part in parts:
+            if not isinstance(part, Part):
+                raise GrowpruneError(f"part must be a Part of a Partition of the model, got {part!r}")
+            if foreign := [name for name in part.tensors if name not in known]:
+                raise GrowpruneError(
+                    f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: create "
+                    f"the partition and the SparseModel from the same model"
+                )
 
     def check_by(self, by: By) -> None:
         """Raise if this storage does not support a criterion."""
@@ -676,7 +695,7 @@ class SparseModel:
             optimizer.state.clear()
 
     def live_state(self, optimizer: Any, device: torch.device | str | None = None) -> dict[str, Any]:
-        """Return an optimizer's state with the entries of live weights only; see optimizer_state.py."""
+        """Return an optimizer's state with the entries of live weights only."""
         return live_state(self.stored, unwrapped(optimizer), device)
 
     def load_live_state(self, optimizer: Any, state: dict[str, Any]) -> None:
@@ -993,3 +1012,65 @@ def check_sparse_model(given: object, who: str) -> None:
         has_one = isinstance(getattr(given, "sparse", None), SparseModel)
         remedy = "give its attribute .sparse" if has_one else "create one with SparseModel(model, sparsity=0.9)"
         raise GrowpruneError(f"{who} needs a SparseModel, got a {type(given).__name__}: {remedy}")
+
+
+def mask_copy(copy: nn.Module, parameters: Mapping[str, SparseParameter]) -> None:
+    """Apply the masks of a model's prunable parameters, given by name, to a copy of the model."""
+    inner, dense = _named_alike(copy, parameters), []
+    for name, parameter in parameters.items():  # all, before any is changed
+        path, _, local = name.rpartition(".")
+        layout = layouts_of(inner.get_submodule(path)).get(local)
+        shape = inner.get_parameter(name).shape if layout is None else layout.shape
+        if shape != parameter.shape:
+            raise GrowpruneError(
+                f"{name} has shape {tuple(shape)} in the copy, but {tuple(parameter.shape)} in the model: pass a copy "
+                f"of the same model"
+            )
+        if layout is None:
+            dense.append((inner.get_submodule(path), local, parameter))
+        elif not torch.equal(layout.mask().cpu(), parameter.mask().cpu()):
+            raise GrowpruneError(
+                f"{name} of the copy is compact and has another mask: copy the model again after edits"
+            )
+    with torch.no_grad():
+        for module, local, parameter in dense:
+            target = module.get_parameter(local)
+            mask = parameter.mask().to(target.device)
+            target.copy_(torch.where(mask, target, 0))
+            if (stored := stored_in(module).get(local)) is not None:
+                stored.set_mask(mask)  # so that it trains what lives now
+
+
+def _named_alike(copy: nn.Module, parameters: Mapping[str, SparseParameter]) -> nn.Module:
+    """Unwrap a copy until its parameters have the same names as in the model."""
+    for inner in (copy, getattr(copy, "module", None), getattr(copy, "_orig_mod", None)):
+        if isinstance(inner, nn.Module) and parameters.keys() <= dict(inner.named_parameters()).keys():
+            return inner
+    missing = next(name for name in parameters if name not in dict(copy.named_parameters()))
+    raise GrowpruneError(f"the copy has no parameter {missing}: pass a copy of the same model")
+
+
+# Checks
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a model, as they are stored."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def check_settings(saved: Mapping[str, object], mine: Mapping[str, object]) -> None:
+    """Raise if a state was saved with other settings, because later edits would then differ.
+
+    Args:
+        saved: the settings in the state.
+    """
+    check_state(saved, *mine)
+    if differing := [name for name, value in mine.items() if saved[name] != value]:
+        its, own = (
+            ", ".join(f"{name}={shorten(repr(given[name]), MAX_VALUE)}" for name in differing)
+            for given in (saved, mine)
+        )
+        raise GrowpruneError(
+            f"the state was saved with {its}, but this SparseModel has {own}: use the same settings, or load only "
+            f"weights and masks, with growprune.save and growprune.load"
+        )

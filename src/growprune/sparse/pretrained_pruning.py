@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.bits import pack
-from growprune.masks.heads import output_layers
+from growprune.masks.inspection import output_layers
 from growprune.masks.layers import Weight
 from growprune.masks.partition import blocks_of
 from growprune.masks.patterns import Pattern

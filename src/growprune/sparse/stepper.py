@@ -11,22 +11,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, distributed
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
-from growprune.sparse.learning_rates import exponent_for, rate_factor
-from growprune.sparse.optimizer_state import cast
-from growprune.storage.uncompiled import uncompiled
+from growprune.masks.bits import like, whole
+from growprune.sparse.checks import INSTEAD
+from growprune.storage import SparseParameter
+from growprune.storage.parameter import uncompiled
+from growprune.storage.wrapped import is_wrapped, plain
 
 if TYPE_CHECKING:
     from growprune.sparse.model import SparseModel
+
 
 Group = dict[str, Any]
 
@@ -205,7 +209,7 @@ class Stepper:
     # Learning rates
 
     def _scale_groups(self, optimizer: Optimizer) -> None:
-        """Split the param groups by the densities of all models (see learning_rates.py), until `restore_groups`."""
+        """Split the param groups by the densities of all models until `restore_groups`."""
         self.restore_groups()  # an optimizer may call its closure twice in a step
         factors: dict[int, float] = {}
         for model, trained in self._now:
@@ -374,7 +378,185 @@ def _learning_rates(optimizer: Optimizer, trained: Mapping[str, Any]) -> dict[st
     return {name: float("nan") if rate is None else float(rate) for name, rate in of_name.items()}
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless this is a torch optimizer that can train sparse weights."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise GrowpruneError(
+            "LBFGS cannot train a sparse model, because its state does not have the shape of the weights: use SGD or "
+            "Adam"
+        )
+    if type(optimizer).__module__.split(".")[0] == "deepspeed":
+        raise GrowpruneError(f"DeepSpeed's {type(optimizer).__name__} cannot train a sparse model: {INSTEAD}")
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        what = "a torch optimizer, such as torch.optim.SGD(model.parameters(), 0.1)"
+        raise GrowpruneError(f"optimizer must be {what}, got a {type(optimizer).__name__}")
+
+
 def unwrapped(optimizer: Any) -> Optimizer:
     """Return the optimizer inside accelerate's wrapper."""
     inner = getattr(optimizer, "__dict__", {}).get("optimizer")
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+# Learning rates: a layer of density d trains at `lr * d ** -exponent` (docs/theory.md). The stepper splits param groups
+# by rate just before a step and puts them back just after it, so schedulers and checkpoints see only the user's groups.
+
+CAP = 10.0
+"""The largest factor: a layer with almost no live weights would otherwise train at any rate."""
+LARGEST = 2.0
+
+Exponent = float | Literal["auto"]
+
+
+def parse_lr_scaling(given: Exponent) -> Exponent:
+    """Check an lr_scaling setting.
+
+    >>> parse_lr_scaling("auto"), parse_lr_scaling(1)
+    ('auto', 1.0)
+    """
+    if given == "auto":
+        return "auto"
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= given <= LARGEST:
+        raise GrowpruneError(
+            f"lr_scaling must be 'auto' or an exponent in [0, {LARGEST:g}], got {given!r}. 0 leaves learning rates "
+            f"unchanged, 1 divides them by the density of the layer"
+        )
+    return float(given)
+
+
+def exponent_for(lr_scaling: Exponent, optimizer: Optimizer) -> float:
+    """Return the exponent that a setting means for an optimizer.
+
+    "auto" is 1 for Adam-like optimizers, since only these were seen to gain on every task (docs/theory.md).
+    """
+    if lr_scaling != "auto":
+        return lr_scaling
+    is_adam_like = all({"lr", "betas"} <= group.keys() for group in optimizer.param_groups)
+    return 1.0 if is_adam_like and not adapts_its_rate(optimizer) else 0.0
+
+
+def check_rates(lr_scaling: Exponent, optimizer: Optimizer) -> None:
+    """Raise if learning rates are to be scaled, and the optimizer has none, or only one for all layers."""
+    if not (exponent := exponent_for(lr_scaling, optimizer)):
+        return
+    name = type(optimizer).__name__
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise GrowpruneError(
+            f"lr_scaling={exponent:g} needs a learning rate, but {name} has none: use lr_scaling=0, or an optimizer "
+            f"with an lr"
+        )
+    if adapts_its_rate(optimizer):
+        raise GrowpruneError(
+            f"lr_scaling={exponent:g} gives layers different learning rates, but {name} needs one rate for all: use "
+            f"lr_scaling=0"
+        )
+
+
+def adapts_its_rate(optimizer: Optimizer) -> bool:
+    """True for Prodigy and D-Adaptation, which refuse different rates, and for schedule-free optimizers.
+
+    Their param groups hold running numbers of the whole training: an estimated distance d, or the sum of all weights of
+    an average.
+    """
+    if isinstance(optimizer, Adafactor):
+        return False  # its d is where it clips updates
+    return any(not {"d", "weight_sum"}.isdisjoint(group) for group in optimizer.param_groups)
+
+
+def rate_factor(density: float, exponent: float) -> float:
+    """Return the factor of a layer's learning rate.
+
+    >>> [rate_factor(density, 1.0) for density in (1.0, 0.25, 0.01, 0.0)], rate_factor(0.25, 0.5)
+    ([1.0, 4.0, 10.0, 10.0], 2.0)
+    """
+    return min(CAP, density**-exponent) if density > 0 else CAP
+
+
+def auto_exponent(*, is_adam_like: bool) -> float:
+    return 1.0 if is_adam_like else 0.0
+
+
+# The state of optimizers
+
+
+def live_state(
+    stored: Mapping[str, SparseParameter], optimizer: Optimizer, device: torch.device | str | None
+) -> dict[str, Any]:
+    """Return `optimizer.state_dict()` with the state of live weights only.
+
+    Quantized state is kept whole, because converting it back would round it again.
+
+    Args:
+        device: the device of state with the shape of a parameter; by default it stays where it is.
+    """
+
+    def take(one: SparseParameter | None, parameter: Tensor, entry: Tensor) -> Tensor:
+        if entry.shape != parameter.shape:
+            return entry
+        if one is None:
+            entry = whole(entry)
+        elif not is_wrapped(entry):
+            entry = one.to_live(entry)
+        return entry if device is None else entry.to(device)
+
+    return _converted(stored, optimizer, optimizer.state_dict(), take)
+
+
+def load_live_state(stored: Mapping[str, SparseParameter], optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load what `live_state` returned, from any storage."""
+
+    def put(one: SparseParameter | None, parameter: Tensor, entry: Tensor) -> Tensor:
+        if one is None:
+            return like(parameter, entry) if entry.shape == parameter.shape else entry
+        if is_wrapped(entry):
+            if entry.shape == parameter.shape:
+                return entry
+            if entry.shape == one.shape:  # of masked storage, but this is compact
+                return one.from_dense(plain(entry).to(parameter.device))
+        return one.from_live(plain(entry)) if entry.shape == (one.num_alive(),) else entry
+
+    optimizer.load_state_dict(_converted(stored, optimizer, state, put))
+
+
+def _converted(
+    stored: Mapping[str, SparseParameter],
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    convert: Callable[[SparseParameter | None, Tensor, Tensor], Tensor],
+) -> dict[str, Any]:
+    """Convert the tensors of a state, given how their parameter is stored (if sparse), and the parameter."""
+    of_id = {id(one.parameter): one for one in stored.values()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    converted = {}
+    for index, entries in state["state"].items():
+        parameter = parameters[index]
+        one = of_id.get(id(parameter))
+        converted[index] = {
+            name: convert(one, parameter, entry) if isinstance(entry, Tensor) else entry
+            for name, entry in entries.items()
+        }
+    return {**state, "state": converted}
+
+
+def cast(optimizer: Optimizer, old: torch.dtype) -> None:
+    """Convert state in the old dtype of its parameter to the new one, as `load_state_dict` would."""
+    for parameter, entries in optimizer.state.items():
+        for name, entry in entries.items():
+            if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.dtype == old:
+                entries[name] = entry.to(parameter.dtype)
+
+
+def reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Convert those tensors of a parameter's state that have a given shape. Quantized ones become plain."""
+    return {
+        name: convert(entry if type(entry) is Tensor else plain(entry))
+        if isinstance(entry, Tensor) and entry.shape == torch.Size(shape)
+        else entry
+        for name, entry in entries.items()
+    }
+
+
+def follows(optimizer: Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
+    """True if state can move to a parameter of another shape: not if it belongs to rows and columns."""
+    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
+    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)

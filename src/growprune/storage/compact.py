@@ -26,8 +26,7 @@ from growprune.storage.compact_layers import LAYOUTS, hand_over, watch
 from growprune.storage.compact_modules import let_compile_again, make_plain, set_layout
 from growprune.storage.layout import Layout
 from growprune.storage.masked import hookable
-from growprune.storage.parameter import SparseParameter, no_parameter
-from growprune.storage.uncompiled import uncompiled
+from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
 
 
 class Compact(SparseParameter):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.storage import block_products
-from growprune.storage.uncompiled import uncompiled
+from growprune.storage.parameter import uncompiled
 
 LAYOUTS = "_compact_layouts"
 """The attribute of a module that holds the layouts of its compact parameters, by their local names."""

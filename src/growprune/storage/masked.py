@@ -20,8 +20,7 @@ from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
 from growprune.masks.patterns import CPU_CHUNK, Pattern
 from growprune.storage import kernels
-from growprune.storage.parameter import SparseParameter, no_parameter
-from growprune.storage.uncompiled import uncompiled
+from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
 from growprune.storage.wrapped import is_wrapped, zero_wrapped_off
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -123,3 +123,16 @@ def no_parameter(module: nn.Module, local: str) -> GrowpruneError:
         f"a {type(module).__name__} of the sparse model has no parameter {local} any more, as after weight_norm or "
         f"another parametrization: create the SparseModel after those, or remove them"
     )
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+REASON = "growprune masks gradients and edits masks around each optimizer step: compile with fullgraph=False"
+
+
+def uncompiled(hook: Hook) -> Hook:
+    """Wrap a hook so that torch.compile breaks the graph at it.
+
+    Use it where a hook is registered, and not as a decorator: it loads the compiler, as every optimizer does.
+    """
+    return torch.compiler.disable(hook, reason=REASON)  # type: ignore[no-any-return,no-untyped-call]

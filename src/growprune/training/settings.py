@@ -13,30 +13,25 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import parse_allocation, parse_cost_power
-from growprune.masks.heads import is_normalized, output_layers
-from growprune.masks.layers import Layers, Weight, frozen_layers, layer_weights, prunable_weights
-from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
+from growprune.masks.inspection import already_sparse, is_normalized, output_layers, signs_of_training
+from growprune.masks.layers import Layers, Weight, few, frozen_layers, layer_weights, prunable_weights
+from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
-from growprune.masks.unprunable import few
-from growprune.masks.zeros import already_sparse
 from growprune.methods import find_method
-from growprune.plan import Action, By, Declaration, Part, Plan, declaration_of, walk
-from growprune.plan.lengths import fill_lengths, plan_length
+from growprune.plan import Action, By, Declaration, InitialMask, Part, Plan, declaration_of, walk
+from growprune.plan.phases import fill_lengths, plan_length
 from growprune.plan.settings import as_names, as_seed, check_counts, check_sparsity
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
-from growprune.sparse.stepper import unwrapped
+from growprune.sparse.stepper import parse_lr_scaling, unwrapped
 from growprune.storage import parse_storage
-from growprune.training.first_mask import BY_DATA, MASKS, FirstMask, signs_of_training
 
 PartsLike: TypeAlias = int | str | Partition | PartitionConfig | Sequence[Sequence[str]] | None
 """A number of parts, a kind such as "balanced", "balanced(8)" or `growprune.balanced(8)`, a list of lists of names, or
@@ -46,6 +41,21 @@ OTHER_WORDS = {"kappa": "parts", "partition": "parts", "steps": "iterations", "m
 """Words for arguments in the paper and in other libraries."""
 LARGE_MODEL = 1_000_000
 """The least number of prunable weights at which it is worth a warning that many are live at a time."""
+
+
+BY_DATA = ("wanda", "sparsegpt")
+"""First masks that need calibration data: `prune_pretrained` makes them, and the plan keeps them."""
+MASKS: tuple[str, ...] = (*get_args(InitialMask), *BY_DATA)
+
+
+@dataclass(frozen=True)
+class FirstMask:
+    """How the first mask is chosen."""
+
+    initial_mask: str | None
+    """None if the method chooses it itself."""
+    found: float | None = None
+    """The sparsity of a model that is already sparse."""
 
 
 @dataclass(frozen=True)
@@ -382,7 +392,11 @@ class Settings:
             first = FirstMask("as_is" if is_kept else "magnitude", zeros)
             fate = " and stay pruned" if is_kept else "; the largest are kept"
             found = f"{zeros:.4g} of the model's weights are already zero{fate}"
-        elif (reason := signs_of_training(model, weights, optimizers)) is not None:
+        elif reason := (
+            "its optimizer has state"
+            if any(unwrapped(optimizer).state for optimizer in optimizers)
+            else signs_of_training(model, weights)
+        ):
             first = FirstMask("magnitude")
             found = f"the model is already trained ({reason}), so its largest weights are kept"
         else:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from growprune import engine, methods
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition_kinds import contiguous
+from growprune.masks.partition import contiguous
 from growprune.tasks.segmentation import PartSegmentation, shapenet
 from growprune.tasks.segmentation.shapenet_parts import (
     NUM_CATEGORIES,

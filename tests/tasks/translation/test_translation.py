@@ -18,7 +18,7 @@ from translation_cases import CPU, MULTI30K, model_of, naive_losses, remove, sen
 from growprune import engine, methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition_kinds import contiguous
+from growprune.masks.partition import contiguous
 from growprune.tasks import translation
 from growprune.tasks.translation import Translation, corpus
 from growprune.tasks.translation.pieces import Pieces, learn

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from growprune.errors import GrowpruneError, warn
 from growprune.files.filling import fill_model
 from growprune.files.reader import matching_names
+from growprune.masks.inspection import LEAST, masks_of_zeros
 from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
-from growprune.masks.zeros import LEAST, masks_of_zeros
 from growprune.sparse.model import SparseModel
 
 MAX_DEPTH = 64

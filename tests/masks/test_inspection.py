@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
-from growprune.masks.heads import output_layers
+from growprune.masks.inspection import output_layers
 
 X = torch.randn(2, 8)
 
