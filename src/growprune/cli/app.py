@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from growprune.cli.users_code import failure_in_users_code
-from growprune.errors import GrowpruneError, shorten
+from growprune.errors import PACKAGE, GrowpruneError, shorten
 
 if TYPE_CHECKING:
     from growprune.engine import Recipe, RunFolder
@@ -33,6 +34,9 @@ Trust = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 Parameters = ParamSpec("Parameters")
+
+MAX_PLACES = 4
+"""Maximum number of lines of users' code to show; the innermost ones."""
 
 
 def one_line_errors(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
@@ -75,20 +79,38 @@ def _show_usage_error(error: Any, file: Any = None) -> None:
 
 def _shown(error: Exception) -> tuple[str, int]:
     """The message to show for an error, and the exit code. The message is empty for a bug."""
-    if not _is_for_users(error):
-        if failure := failure_in_users_code(error):
+    is_for_users = isinstance(error, GrowpruneError)
+    if isinstance(error, RuntimeError):
+        from growprune.engine import PeerFailed, TrainingDiverged  # not above: `growprune --help` imports no torch
+
+        is_for_users = isinstance(error, TrainingDiverged | PeerFailed)
+    if not is_for_users:
+        if failure := _failure_in_users_code(error):
             return failure, 1
         if not isinstance(error, OSError):
             return "", 1
     return shorten(" ".join(str(error).split())), 2
 
 
-def _is_for_users(error: Exception) -> bool:
-    if not isinstance(error, RuntimeError):
-        return isinstance(error, GrowpruneError)
-    from growprune.engine import PeerFailed, TrainingDiverged  # not above: `growprune --help` imports no torch
+def _failure_in_users_code(error: Exception) -> str:
+    """The file, line and message of an error that came through users' code. Empty if no user code is in the traceback.
 
-    return isinstance(error, TrainingDiverged | PeerFailed)
+    Users' code is all outside growprune, the standard library and installed packages.
+    """
+    installed = [PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        theirs = [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=error.text)]
+        message, innermost = f"SyntaxError: {error.msg}", theirs[-1]
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        files = [f for f in frames if not f.filename.startswith("<")]
+        theirs = [f for f in files if not any(Path(f.filename).is_relative_to(folder) for folder in installed)]
+        if not theirs:
+            return ""
+        message, innermost = f"{type(error).__name__}: {error}", frames[-1]
+    shown = theirs[-MAX_PLACES:] + ([] if innermost is theirs[-1] else [innermost])
+    first = f"{theirs[-1].filename}, line {theirs[-1].lineno}: {shorten(' '.join(message.split()))}"
+    return "\n".join([first, *(f'  File "{p.filename}", line {p.lineno}, in {p.name}\n    {p.line}' for p in shown)])
 
 
 def trusted_origin(folder: RunFolder, trust: bool) -> dict[str, Any]:
@@ -114,6 +136,12 @@ def place(data: str, recipe: Recipe) -> dict[str, str]:
             f"Leave --data out"
         )
     return {"task.data": str(Path(data).resolve())} if data else {}
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raise unless a folder to write is new or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise GrowpruneError(f"--out must be a new or empty folder, but {folder} exists. Choose another --out")
 
 
 def with_absolute_weights(settings: dict[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from growprune.cli.app import AsJson, Trust, one_line_errors, trusted_origin
+from growprune.cli.app import AsJson, Trust, check_new_folder, one_line_errors, trusted_origin
 from growprune.cli.screen import out as console
 from growprune.cli.screen import print_json
 from growprune.errors import GrowpruneError
@@ -51,8 +51,7 @@ def deploy(
     from growprune.deployment.api import deploy as deploy_model
     from growprune.files.weights_file import weights_file
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise GrowpruneError(f"--out must be a new or empty folder, but {out} exists. Choose another --out")
+    check_new_folder(out)
     where = checked_device(device)
     origin = origin_of(path, model, example_shape, trust=trust)
     built, example = build(origin)

@@ -89,7 +89,12 @@ def _show_run(run: Record) -> None:
 
 def _history(run: Record) -> Table:
     """A table with the last epoch of each phase and the main metric."""
-    rows = _last_of_each_phase(run.history)
+    chosen: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for epoch in run.history:  # the last validated epoch of each phase, or its last epoch if none was validated
+        key = epoch["stage"], epoch["branch"], epoch["edits"]
+        if epoch.get("validation") or key not in chosen:
+            chosen[key] = epoch
+    rows = list(chosen.values())
     has_branches = any(row["branch"] is not None for row in rows)
     columns = ["stage", *(["branch"] if has_branches else []), "edits", "epoch", "alive", *SPLITS]
     shown = new_table(*columns, text="edits")
@@ -102,16 +107,6 @@ def _history(run: Record) -> Table:
     return shown
 
 
-def _last_of_each_phase(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The last validated epoch of each phase, or its last epoch if none was validated."""
-    chosen: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for row in history:
-        key = row["stage"], row["branch"], row["edits"]
-        if row.get("validation") or key not in chosen:
-            chosen[key] = row
-    return list(chosen.values())
-
-
 # Files
 
 
@@ -121,20 +116,17 @@ def _inspect_file(path: Path, as_json: bool) -> None:
     from growprune.files.sparse_file import contents
 
     about, tensors = sparse_file.manifest(path), contents(path)
-    _print_file(path, about, tensors) if as_json else _show_file(path, about, tensors)
+    if as_json:
+        for tensor in tensors:
+            looked_at = {"sparsity": tensor.sparsity, "bytes": tensor.num_bytes, "digest": tensor.state}
+            about["tensors"][tensor.name] |= {**looked_at, "bytes_per_live": tensor.bytes_per_live}
+        print_json({"kind": "file", "path": str(path), **about})
+    else:
+        _show_file(path, about, tensors)
     damaged = [tensor.name for tensor in tensors if tensor.state == "damaged"]
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         raise GrowpruneError(f"{path} is damaged: the digest of {damaged[0]}{more} is wrong. Download or save it again")
-
-
-def _print_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
-    """Print the manifest as JSON, with sparsity, bytes and digest of each tensor."""
-    for tensor in tensors:
-        looked_at = {"sparsity": tensor.sparsity, "bytes": tensor.num_bytes, "digest": tensor.state}
-        looked_at["bytes_per_live"] = tensor.bytes_per_live
-        about["tensors"][tensor.name] |= looked_at
-    print_json({"kind": "file", "path": str(path), **about})
 
 
 def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
@@ -158,23 +150,17 @@ def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor
 def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
     """One row per prunable tensor, and one row for all others."""
     has_errors = any(tensor.error is not None for tensor in tensors)
-    names = (
-        "layer",
-        "shape",
-        "live",
-        "sparsity",
-        "bytes",
-        "per live",
-        *(["int8 error"] if has_errors else []),
-        "digest",
-    )
+    error_column = ["int8 error"] if has_errors else []
+    names = ("layer", "shape", "live", "sparsity", "bytes", "per live", *error_column, "digest")
     table = new_table(*names, text="layer")
 
     def add(first: str, some: Sequence[StoredTensor], shape: str = "", sparsity: str = "") -> None:
         alive, num_bytes = sum(tensor.alive for tensor in some), sum(tensor.num_bytes for tensor in some)
         sizes = (size(num_bytes), f"{num_bytes / alive:.2f}" if alive else "")
-        errors = [_largest_error(some)] if has_errors else []
-        table.add_row(first, shape, f"{alive:,}", sparsity, *sizes, *errors, _state(some))
+        errors = [tensor.error for tensor in some if tensor.error is not None]
+        largest = [f"{max(errors):.2%}" if errors else ""] if has_errors else []
+        state = "damaged" if any(tensor.state == "damaged" for tensor in some) else "ok"
+        table.add_row(first, shape, f"{alive:,}", sparsity, *sizes, *largest, state)
 
     layers = [tensor for tensor in tensors if tensor.is_prunable]
     others = [tensor for tensor in tensors if not tensor.is_prunable]
@@ -185,13 +171,3 @@ def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
     table.add_section()
     add("all", tensors)
     return table
-
-
-def _largest_error(tensors: Sequence[StoredTensor]) -> str:
-    errors = [tensor.error for tensor in tensors if tensor.error is not None]
-    return f"{max(errors):.2%}" if errors else ""
-
-
-def _state(tensors: Sequence[StoredTensor]) -> str:
-    """The worst of all."""
-    return "damaged" if any(tensor.state == "damaged" for tensor in tensors) else "ok"

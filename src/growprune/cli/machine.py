@@ -18,6 +18,7 @@ from rich.text import Text
 
 import growprune
 from growprune.cli.screen import out
+from growprune.deployment.cpu.library import BuildError, find_compiler
 from growprune.storage import kernels
 from growprune.tasks.cores import num_cores
 
@@ -108,36 +109,31 @@ def _devices_and_kernels() -> Iterator[Finding]:
     elif torch.cuda.is_available():
         text = "not installed: masks on CUDA use torch operations, which are several times slower"
         yield Finding("triton", "slow", text, "pip install triton")
-    names = (*os.environ.get("CXX", "").split()[:1], "c++", "g++", "clang++")
-    if found := next(filter(None, map(shutil.which, names)), None):
-        yield Finding("C++ compiler", "ok", found)
-    else:
-        text = "none found: gp.deploy and torch.compile on a CPU need one"
+    try:
+        yield Finding("C++ compiler", "ok", find_compiler().command[0])
+    except BuildError as error:
+        text = f"{error}: gp.deploy and torch.compile on a CPU need one"
         yield Finding("C++ compiler", "absent", text, "install g++ or clang, or set CXX")
 
 
 def _try_kernels(name: str, device: torch.device) -> Finding:
+    """Pack a mask of 3,000 weights, expand its values and compress them, and compare with what torch does."""
+    mask = torch.arange(3000, device=device) % 7 == 3
+    values = torch.arange(1.0, 1 + int(mask.sum()), device=device)
     try:
-        is_right = kernels_work(device)
+        bits = kernels.pack(mask)
+        offsets, alive = kernels.block_offsets(bits)
+        dense = kernels.expand(values, bits, offsets, mask.numel(), dtype=torch.float32)
+        back = kernels.compress(dense, bits, offsets, alive, dtype=torch.float32)
+        is_same_mask = torch.equal(kernels.unpack(bits, mask.numel()), mask)
+        expected = torch.zeros(mask.numel(), device=device).masked_scatter_(mask, values)
+        is_right = is_same_mask and torch.equal(dense, expected) and torch.equal(back, values)
     except Exception as error:  # report whatever a compiler or a driver raises
         text = f"the kernels do not run: {' '.join(str(error).split())[:200]}"
         return Finding(name, "broken", text, "install a C compiler, or a Triton that matches torch and the driver")
     if not is_right:
         return Finding(name, "broken", f"the kernels give wrong results on {device}", "please report it as a bug")
     return Finding(name, "ok", f"mask kernels give correct results on {device}")
-
-
-def kernels_work(device: torch.device) -> bool:
-    """True if packing a mask of 3,000 weights, expanding its values and compressing them give correct results."""
-    mask = torch.arange(3000, device=device) % 7 == 3
-    values = torch.arange(1.0, 1 + int(mask.sum()), device=device)
-    bits = kernels.pack(mask)
-    offsets, alive = kernels.block_offsets(bits)
-    dense = kernels.expand(values, bits, offsets, mask.numel(), dtype=torch.float32)
-    back = kernels.compress(dense, bits, offsets, alive, dtype=torch.float32)
-    expected = torch.zeros(mask.numel(), device=device).masked_scatter_(mask, values)
-    is_same_mask = torch.equal(kernels.unpack(bits, mask.numel()), mask)
-    return is_same_mask and torch.equal(dense, expected) and torch.equal(back, values)
 
 
 def _speed() -> Iterator[Finding]:

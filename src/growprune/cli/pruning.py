@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from growprune.cli.app import AsJson, one_line_errors
+from growprune.cli.app import AsJson, check_new_folder, one_line_errors
 from growprune.cli.screen import err, out, print_json, size
 from growprune.errors import GrowpruneError
 
@@ -44,8 +46,7 @@ def prune(
     from growprune.sparse.pretrained_pruning import prune_pretrained
     from growprune.sparse.text import perplexity, text_batches
 
-    if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):
-        raise GrowpruneError(f"--out must be a new or empty folder, but {out_folder} exists. Choose another --out")
+    check_new_folder(out_folder)
     parsed = parse_pattern(pattern or "unstructured")
     if isinstance(parsed, NofM):
         fixed = 1 - parsed.n / parsed.m
@@ -56,8 +57,7 @@ def prune(
             )
         sparsity = fixed
     sparsity = 0.5 if sparsity is None else sparsity
-    model, tokenizer = _load(folder)
-    length = _length(model, length)
+    model, tokenizer, length = _load(folder, length)
     batches = text_batches(tokenizer, text, samples=samples, length=length, seed=seed)
     with _bar("perplexity before") as show:
         before = perplexity(model, tokenizer, text, length=length, part="held-out", progress=show)
@@ -102,8 +102,7 @@ def perplexity(folder: Model, text: Text, length: Length = 512, as_json: AsJson 
     """Measure the perplexity of a language model on a text, in windows that do not overlap."""
     from growprune.sparse.text import perplexity as measure
 
-    model, tokenizer = _load(folder)
-    length = _length(model, length)
+    model, tokenizer, length = _load(folder, length)
     with _bar("perplexity") as show:
         found = measure(model, tokenizer, text, length=length, progress=show)
     if as_json:
@@ -112,8 +111,8 @@ def perplexity(folder: Model, text: Text, length: Length = 512, as_json: AsJson 
         out().print(f"perplexity: {found:.6g} (windows of {length} tokens, stride {length})")
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a folder; nothing is downloaded."""
+def _load(folder: Path, length: int) -> tuple[Any, Any, int]:
+    """Load a causal language model and its tokenizer, and cut the length to what it can take. Downloads nothing."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
@@ -136,12 +135,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
     except (ValueError, OSError) as error:
         raise GrowpruneError(f"transformers cannot load the model in {folder}: {error}") from error
-    return model, tokenizer
-
-
-def _length(model: Any, length: int) -> int:
-    most = getattr(model.config, "max_position_embeddings", None)
-    return min(length, most) if most else length
+    return model, tokenizer, min(length, getattr(model.config, "max_position_embeddings", None) or length)
 
 
 def _say_what_it_takes(model: Any, batches: list[dict[str, Tensor]], by: str) -> None:
@@ -172,17 +166,10 @@ def _say_what_it_takes(model: Any, batches: list[dict[str, Tensor]], by: str) ->
     )
 
 
-class _bar:
-    """A progress bar on stderr, as a context that gives the function to call with (done, total)."""
-
-    def __init__(self, what: str) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._progress = Progress(*columns, console=err(), transient=True)
-        self._task = self._progress.add_task(what, total=None)
-
-    def __enter__(self) -> Any:
-        self._progress.start()
-        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on stderr. Yields the function to call with (done, total)."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=err(), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -62,8 +62,11 @@ def fault(content: Any, names: Names) -> str:
                 elif not key.endswith("?"):
                     return f"it has no {name.replace('?', '')}"
             found = inside
+        kinds = kind if isinstance(kind, tuple) else (kind,)
         for value in found:
-            if not _is_of(value, kind):
+            is_bool, is_int = isinstance(value, bool), isinstance(value, int)  # bool is an int to isinstance
+            is_huge = is_int and abs(value) > sys.float_info.max  # not a count of ours, and it cannot be computed with
+            if not isinstance(value, kinds) or (is_bool and bool not in kinds) or is_huge:
                 return f"its {name.replace('?', '')} is {shorten(repr(value), 100)}"
     return ""
 
@@ -75,11 +78,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _is_of(value: Any, kind: Kind) -> bool:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if isinstance(value, int) and abs(value) > sys.float_info.max:  # no count of ours, and nothing to reckon with
-        return False
-    # bool is an int to isinstance
-    return isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)

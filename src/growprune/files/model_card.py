@@ -5,6 +5,7 @@ It is rewritten with each save while it has the line MARKER. A README.md without
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -46,29 +47,22 @@ def write_model_card(sparse: SparseModel, folder: Path, manifest: Mapping[str, A
         f"{alive:,} of {size:,} prunable weights are non-zero, of {totals['elements']:,} weights in all.",
         *("", "| file | bytes |", "|---|---:|", *(f"| {path.name} | {path.stat().st_size:,} |" for path in files)),
         *("", "Load it sparse, with [growprune](https://pypi.org/project/growprune/):", "", "```python"),
-        *(*_how_to_load(type(sparse.model), name), "```", ""),
+        *("import growprune as gp", *_how_to_load(type(sparse.model), name), "```", ""),
     ]
     with replacing(path) as file:
         file.write("\n".join(lines).encode())
 
 
-def _how_to_load(kind: type, name: str) -> tuple[str, str, str]:
-    """Return three lines that load the model; if its class needs arguments, with a placeholder for a function."""
+def _how_to_load(kind: type, name: str) -> tuple[str, str]:
+    """Return two lines that load the model; if its class needs arguments, with a placeholder for a function."""
     module, is_importable = kind.__module__, hasattr(kind, "from_pretrained")
-    if (
-        not is_importable
-        and "." not in kind.__qualname__
-        and not module.startswith(("torch.", "growprune.", "__main__"))
-    ):
-        try:
+    is_local = "." in kind.__qualname__ or module.startswith(("torch.", "growprune.", "__main__"))
+    if not is_importable and not is_local:
+        with contextlib.suppress(TypeError, ValueError):
             inspect.signature(kind).bind()
             is_importable = True
-        except (TypeError, ValueError):
-            pass
     if is_importable:
         package = "transformers" if module.startswith("transformers.") else module
-        how = f"from {package} import {kind.__name__}", f"sparse = gp.from_pretrained({kind.__name__}, {name!r})"
-    else:
-        comment = "# build_model: your function that returns the model, with any weights"
-        how = comment, f"sparse = gp.from_pretrained(build_model, {name!r})"
-    return "import growprune as gp", *how
+        return f"from {package} import {kind.__name__}", f"sparse = gp.from_pretrained({kind.__name__}, {name!r})"
+    comment = "# build_model: your function that returns the model, with any weights"
+    return comment, f"sparse = gp.from_pretrained(build_model, {name!r})"

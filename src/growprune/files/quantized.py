@@ -15,10 +15,6 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError
 
-INT8 = "int8"
-VALUES = (INT8,)
-"""The ways to store values other than in their own dtype."""
-
 QUANTIZABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 127
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -38,7 +34,7 @@ class Quantized(NamedTuple):
 
 def check_values(values: str | None) -> None:
     """Raise unless this names a way to store values."""
-    if values is not None and values not in VALUES:
+    if values not in (None, "int8"):
         raise GrowpruneError(f"values must be 'int8', or None for the model's own dtype, got {values!r}")
 
 
@@ -85,15 +81,12 @@ def quantize(values: Tensor, row: Tensor, num_rows: int, name: str) -> Quantized
     largest = exact.new_zeros(num_rows).scatter_reduce_(0, row, exact.abs(), "amax")
     scales = (largest / LARGEST).float().clamp_(min=SMALLEST_SCALE)
     small = (exact / scales[row]).round_().clamp_(-LARGEST, LARGEST)
-    error = _relative_error(small.float() * scales[row], exact)
+    norm = float(exact.double().norm())
+    changed = float(((small.float() * scales[row]).double() - exact.double()).norm())
+    error = changed / norm if norm else 0.0 * norm
     if not error < float("inf"):  # a NaN neither
         raise GrowpruneError(f"{name} has values that are not finite, or too large for int8 with float32 scales")
     return Quantized(small.to(torch.int8), scales, error)
-
-
-def _relative_error(found: Tensor, exact: Tensor) -> float:
-    norm = float(exact.double().norm())
-    return float((found.double() - exact.double()).norm()) / norm if norm else 0.0 * norm
 
 
 def dequantize(values: Tensor, scales: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -293,7 +293,9 @@ def matching_names(
         theirs: the shapes of the source's tensors, by all of their names.
     """
     ours, aliases = tensors_of(model)
-    prefix = "" if {*ours, *aliases} & set(theirs) else _common_word(theirs)
+    words = {name.partition(".")[0] for name in theirs}
+    has_prefix = len(words) == 1 and all("." in name for name in theirs) and not {*ours, *aliases} & set(theirs)
+    prefix = f"{words.pop()}." if has_prefix else ""
     shapes = {name.removeprefix(prefix): shape for name, shape in theirs.items()}
     names: dict[str, str] = {}
     for name, tensor in ours.items():
@@ -312,9 +314,3 @@ def matching_names(
     if unknown := sorted(set(shapes) - set(ours) - set(aliases)):
         raise GrowpruneError(f"{where} has {unknown[0]}, which the model lacks: {do}")
     return names
-
-
-def _common_word(names: Mapping[str, Any]) -> str:
-    """Return the common prefix of all names, up to the first dot; empty if they differ."""
-    words = {name.partition(".")[0] for name in names if "." in name}
-    return f"{words.pop()}." if len(words) == 1 and all("." in name for name in names) else ""

@@ -163,20 +163,17 @@ def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
     with open_sparse(path) as file:
         found = []
         for entry in file.entries.values():
-            num_bytes = entry.num_value_bytes
+            num_bytes, error = entry.num_value_bytes, None if entry.scales_crc32 is None else entry.error
             if entry.gaps is not None:
                 num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
             elif entry.is_sparse:
                 num_bytes += num_mask_bytes(entry.weights, file.pattern)
+            state: Literal["ok", "damaged"] = "ok"
             try:
                 file.live(entry) if entry.weights else file.values(entry)
-                state: Literal["ok", "damaged"] = "ok"
             except GrowpruneError:
                 state = "damaged"
-            alive, error = (
-                entry.nnz if entry.weights else entry.numel,
-                None if entry.scales_crc32 is None else entry.error,
-            )
+            alive = entry.nnz if entry.weights else entry.numel
             about = (entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes)
             found.append(StoredTensor(*about, state, error))
         return found
@@ -205,14 +202,16 @@ def _give_memory(model: nn.Module, *, but: Collection[str] = ()) -> None:
     for path, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for local, old in tensors.items():
-                if old is not None and old.is_meta and (f"{path}.{local}" if path else local) not in but:
-                    _, new = made.setdefault(id(old), (old, _real(old)))  # keeping `old` keeps its id unique
-                    setattr(module, local, new)  # not past it: recurrent layers keep their parameters twice
-
-
-def _real(old: Tensor) -> Tensor:
-    if old.is_contiguous():
-        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-    else:
-        new = torch.empty_like(old, device="cpu")  # of a meta tensor, this imports sympy, which takes a second
-    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                if old is None or not old.is_meta or (f"{path}.{local}" if path else local) in but:
+                    continue
+                if id(old) not in made:
+                    if old.is_contiguous():
+                        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+                    else:
+                        new = torch.empty_like(
+                            old, device="cpu"
+                        )  # imports sympy for a meta tensor, which takes a second
+                    is_parameter = isinstance(old, nn.Parameter)
+                    # keeping `old` keeps its id unique
+                    made[id(old)] = old, nn.Parameter(new, old.requires_grad) if is_parameter else new
+                setattr(module, local, made[id(old)][1])  # recurrent layers keep their parameters twice
