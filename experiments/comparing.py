@@ -18,8 +18,7 @@ from page import filled, write
 from run import keep
 from short import by_peak, by_rate, by_sparsity, summary
 
-from growprune.compare import of_runs
-from growprune.compare.table import Comparison
+from growprune.compare import Comparison, of_runs
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "compare"

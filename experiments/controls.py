@@ -14,9 +14,8 @@ from comparing import RESULTS
 from page import filled, markdown, write_or_print
 
 from growprune.compare import of_runs
-from growprune.compare.statistics import paired
-from growprune.compare.table import TableRow
-from growprune.runs import find_runs
+from growprune.runs import RunRow, find_runs
+from growprune.runs.table import paired
 
 PAGE = Path(__file__).parent.parent / "docs" / "theory.md"
 SHAKESPEARE = PAGE.parent / "results" / "shakespeare.md"
@@ -31,7 +30,7 @@ STUDIES = {
 EVEN, CUBIC = "gradual_gap:global", "gradual_gap:global power=3"
 """Rows that grow, as their sparsity rises."""
 
-Rows = dict[str, TableRow]
+Rows = dict[str, RunRow]
 """Those of one sparsity, by name."""
 
 
@@ -69,8 +68,8 @@ def _difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
     gap = paired(ours, theirs)
     if gap is None:
         return "-"
-    error = "" if gap["standard_error"] is None else f" ± {gap['standard_error']:.2f}"
-    return f"{gap['mean']:+.2f}{error} ({gap['count']})"
+    error = "" if gap.standard_error is None else f" ± {gap.standard_error:.2f}"
+    return f"{gap.mean:+.2f}{error} ({gap.count})"
 
 
 TUNED = "shakespeare-small"

@@ -107,9 +107,9 @@ def series(study: str) -> Iterator[tuple[str, str, Points]]:
     """Of each plan its name, its colour, and its peaks with their test scores, at 90 %."""
     rows = of_runs(next(each for each in STUDIES if each.name == study).paths).rows
     for name, begins, colour in SERIES:
-        found = [row.summary for row in rows if re.match(begins, row.name)]
+        found = [(row.mean("peak_alive"), row.mean("test")) for row in rows if re.match(begins, row.name)]
         if found:
-            yield name, colour, sorted((summary["peak_alive"], summary["test"]["mean"]) for summary in found)
+            yield name, colour, sorted((peak, score) for peak, score in found if peak is not None and score is not None)
 
 
 def apart(places: Sequence[float], room: float) -> list[float]:

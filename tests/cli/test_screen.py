@@ -18,9 +18,9 @@ from growprune import engine
 from growprune.cli import app, machine
 from growprune.cli.progress import Drawing
 from growprune.cli.screen import err
-from growprune.engine.metric import scaled
 from growprune.engine.trainer import timeline, work_before
 from growprune.plan import walk
+from growprune.runs.metric import scaled
 
 
 def shown(*arguments: str, code: int = 0) -> str:

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 from growprune import engine
 from growprune.cli import app
-from growprune.compare import Request, of_runs, table, working
+from growprune.compare import Request, comparison, of_runs, working
 from growprune.compare.jobs import Job
 from growprune.compare.working import carry_out, last_words
-from growprune.runs.comparable import TOLERANCE
+from growprune.runs.table import TOLERANCE
 
 TOY = f"{TOY_FILE}:cyclic"
 BROKEN = "rigl optimizer.lr=1e30,static_random"
@@ -73,7 +73,7 @@ def test_when_all_runs_are_there_the_command_shows_the_table_and_runs_nothing(fi
 def test_comparison_json_has_the_raw_values_of_every_seed_and_what_they_sum_up_to(finished: Path) -> None:
     assert CliRunner().invoke(app, typed(finished)).exit_code == 0
     found = json.loads((finished / "comparison.json").read_text())
-    assert (found["format"], found["metric"]) == (1, "accuracy")
+    assert (found["format"], found["metric"]) == (2, "accuracy")
     assert found["budget"] == {"kind": "epochs", "epochs": 6, "max_epochs": 30}
     assert [row["name"] for row in found["rows"]] == ["dense", "rigl:erk", "cyclic_gap:global restart=false"]
     dense, rigl, cyclic = found["rows"]
@@ -90,11 +90,11 @@ def test_comparison_json_has_the_raw_values_of_every_seed_and_what_they_sum_up_t
 
 def test_shares_are_of_dense(finished: Path) -> None:
     dense, rigl, cyclic = request(finished).table(request(finished).jobs()).rows
-    assert [dense.summary[name] for name in table.SHARES] == [1.0] * 4
-    for name in table.SHARES:  # ERK at 80 % is a fifth of the weights, though not of the FLOPs of a convolution
-        assert rigl.summary[name] == pytest.approx(0.2, abs=0.01)
-    assert 0.2 < cyclic.summary["average_alive"] < cyclic.summary["peak_alive"] < 1
-    assert cyclic.summary["reached"] == pytest.approx(0.8, abs=TOLERANCE)
+    assert [dense.mean(name) for name in comparison.SHARES] == [1.0] * 4
+    for name in comparison.SHARES:  # ERK at 80 % is a fifth of the weights, though not of the FLOPs of a convolution
+        assert rigl.mean(name) == pytest.approx(0.2, abs=0.01)
+    assert 0.2 < (cyclic.mean("average_alive") or 0) < (cyclic.mean("peak_alive") or 0) < 1
+    assert cyclic.reached == pytest.approx(0.8, abs=TOLERANCE)
 
 
 def test_the_csv_has_a_line_for_each_row_and_markdown_is_asked_for(finished: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_row_that_ends_at_another_sparsity_says_so(finished: Path, tmp_path: P
     totals["alive"] = totals["prunable"] // 4
     (tmp_path / "result.json").write_text(json.dumps(content))
     comparison = of_runs([tmp_path])
-    assert comparison.rows[0].quality_cells()["sparsity"] == "0.8 (reached 0.75)"
+    assert comparison.cells(comparison.rows[0])["sparsity"] == "0.8 (reached 0.75)"
     assert "rigl:erk every=1 missed sparsity 0.8: it reached 0.75" in comparison.notes
 
 
@@ -126,9 +126,9 @@ def test_folders_of_runs_are_found_anywhere_below_and_one_without_a_result_is_un
         engine.train(job.recipe, job.folder, should_stop=lambda: next(stop, True))
     (tmp_path / "empty").mkdir()
     rows = {row.name: row for row in of_runs([finished, tmp_path]).rows}
-    assert rows["rigl:erk every=1"].summary["finished"] == 2
-    assert rows["rigl:erk every=1 drop=0.2"].summary["unfinished"] == 1
-    assert of_runs([tmp_path / "empty"]).rows[0].summary["unfinished"] == 1
+    assert len(rows["rigl:erk every=1"].finished) == 2
+    assert [run.status for run in rows["rigl:erk every=1 drop=0.2"].runs] == ["unfinished"]
+    assert not of_runs([tmp_path / "empty"]).rows[0].finished
     shown = CliRunner().invoke(app, ["compare", str(finished), str(tmp_path / "other"), str(tmp_path / "empty")])
     assert shown.exit_code == 0, shown.output
     assert "0, 1 unfinished" in shown.stdout

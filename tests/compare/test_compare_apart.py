@@ -11,8 +11,8 @@ from report_runs import history, recipe, result, write_bare, write_run
 
 from growprune import GrowpruneError
 from growprune.compare import Comparison, of_runs
-from growprune.compare.statistics import best_baseline
-from growprune.engine.metric import Metric
+from growprune.runs.metric import Metric
+from growprune.runs.table import best_baseline
 
 ACCURACY = Metric("accuracy")
 
@@ -28,7 +28,7 @@ def write(folder: Path, method: str, seed: int, score: float, *, data: Any = Non
 
 def scores(comparison: Comparison) -> dict[str, tuple[float, int]]:
     """By row, the mean of its test scores, and how many they are."""
-    return {row.name: (row.summary["test"]["mean"], row.summary["finished"]) for row in comparison.rows}
+    return {row.name: (row.mean("test"), len(row.finished)) for row in comparison.rows}
 
 
 @pytest.mark.parametrize("metric", [ACCURACY, Metric("loss", lower_is_better=True)], ids=["more", "less"])
@@ -36,16 +36,17 @@ def test_a_baseline_that_lacks_the_hard_seeds_is_not_the_best_for_that(metric: M
     sign = -1 if metric.lower_is_better else 1
     gmp, rigl, lucky = {0: 80.0, 1: 90.0, 2: 91.0}, {0: 81.0, 1: 91.0, 2: 92.0}, {1: 91.5}
     validation = [{seed: sign * score for seed, score in row.items()} for row in (gmp, rigl, lucky)]
-    assert [best_baseline(row, validation, [0, 1, 2], metric) for row in range(3)] == [1, 0, 1]
+    others = [{n: scores for n, scores in enumerate(validation) if n != row} for row in range(3)]
+    assert [best_baseline(validation[row], others[row], metric) for row in range(3)] == [1, 0, 1]
 
 
 def test_baselines_of_different_seeds_are_compared_by_how_much_they_are_ahead() -> None:
     ours, ahead_on_hard, behind_on_easy = {0: 50.0, 1: 90.0}, {0: 52.0}, {1: 89.0}
-    assert best_baseline(0, [ours, behind_on_easy, ahead_on_hard], [1, 2], ACCURACY) == 2
+    assert best_baseline(ours, {"easy": behind_on_easy, "hard": ahead_on_hard}, ACCURACY) == "hard"
 
 
 def test_a_row_without_a_number_still_has_a_baseline() -> None:
-    assert best_baseline(0, [{0: float("nan"), 1: 5.0}, {0: 1.0, 1: 4.0}, {0: 9.0, 1: 4.0}], [1, 2], ACCURACY) == 2
+    assert best_baseline({0: float("nan"), 1: 5.0}, {1: {0: 1.0, 1: 4.0}, 2: {0: 9.0, 1: 4.0}}, ACCURACY) == 2
 
 
 def test_of_several_dense_rows_the_best_by_validation_is_the_reference_and_is_named(tmp_path: Path) -> None:
@@ -53,8 +54,8 @@ def test_of_several_dense_rows_the_best_by_validation_is_the_reference_and_is_na
         write(tmp_path, "dense", 0, dense, optimizer={"lr": rate})
         write(tmp_path, "gmp", 0, sparse, optimizer={"lr": rate})
     found = of_runs([tmp_path], ["optimizer.lr"])
-    gaps = {row.name: row.summary["minus_dense"] for row in found.rows}
-    assert {name: gap and gap["mean"] for name, gap in gaps.items()} == {
+    gaps = {row.name: found.minus_dense(row) for row in found.rows}
+    assert {name: gap and gap.mean for name, gap in gaps.items()} == {
         "dense optimizer.lr=0.1": None,
         "dense optimizer.lr=0.5": -30.0,
         "gmp:erk optimizer.lr=0.1": -2.0,
@@ -99,7 +100,7 @@ def test_an_unfinished_seed_is_of_its_row_where_epochs_may_differ(tmp_path: Path
     for length, seed in ((2, 0), (4, 0)):
         write(tmp_path / str(length), "gmp", seed, 90.0 + length, options={"epochs": length})
     write_run(tmp_path / "begun", recipe("gmp", 0.9, 1, allocation="erk", options={"epochs": 4}))
-    found = {row.name: [run["status"] for run in row.runs] for row in of_runs([tmp_path], ["epochs"]).rows}
+    found = {row.name: [run.status for run in row.runs] for row in of_runs([tmp_path], ["epochs"]).rows}
     assert found == {"gmp:erk epochs=2": ["finished"], "gmp:erk epochs=4": ["finished", "unfinished"]}
 
 

@@ -15,10 +15,10 @@ from paths import TOY as TOY_FILE
 from toy import cyclic
 
 from growprune import GrowpruneError, engine, methods
-from growprune.compare import Request, of_runs
-from growprune.compare.statistics import best_baseline
-from growprune.engine.metric import Metric
+from growprune.compare import Comparison, Request, of_runs
 from growprune.engine.recipe import Recipe
+from growprune.runs.metric import Metric
+from growprune.runs.table import best_baseline
 
 SOURCE = f"{TOY_FILE}:cyclic"
 
@@ -152,13 +152,13 @@ def test_different_tasks_are_refused_naming_both() -> None:
 
 def test_kept_results_are_enough_and_what_was_not_counted_then_is_unknown() -> None:
     comparison = of_runs([ROOT / "experiments/translation-multi30k"], ["task.dropout", "epochs"])
-    assert comparison.metric == "bleu"
+    assert comparison.metric.name == "bleu"
     rows = {(row.name.split()[0], row.sparsity, row.epochs): row for row in comparison.rows}
     dense = rows["dense", 0.0, 40]
-    assert dense.summary["finished"] == 2
-    assert dense.summary["training_flops"] is None
-    assert dense.summary["inference_flops"] == 1.0
-    assert rows["parallel_gap:uniform", 0.8, 40].summary["minus_dense"]["count"] == 2
+    assert len(dense.finished) == 2
+    assert dense.mean("training_flops") is None
+    assert dense.mean("inference_flops") == 1.0
+    assert (gap := comparison.minus_dense(rows["parallel_gap:uniform", 0.8, 40])) and gap.count == 2
 
 
 def test_the_same_row_and_seed_twice_is_refused(write: Callable[..., list[Path]]) -> None:
@@ -234,14 +234,14 @@ def test_validation_and_not_test_chooses_the_best_baseline(
         made[-1].parent.mkdir()
         made[-1].write_text(json.dumps(base))
     comparison = of_runs(made)
-    summaries = {row.method: row.summary for row in comparison.rows}
+    summaries = {row.method: comparison.summary(row) for row in comparison.rows}
     baselines = {name: summary["baseline"].split(":")[0] for name, summary in summaries.items()}
     assert baselines == ({"a": "c", "b": "c", "c": "b"} if is_lower_better else {"a": "b", "b": "a", "c": "a"})
     # a plain difference, whatever is better
     assert summaries["c"]["minus_baseline"]["mean"] == (-49.0 if is_lower_better else 40.0)
     assert comparison.to_dict()["lower_is_better"] == is_lower_better
     assert ("- a lower accuracy is better\n" in comparison.to_markdown()) == is_lower_better
-    assert best_baseline(0, [{0: 1.0}, {1: 5.0}], [0, 1], Metric("accuracy")) is None
+    assert best_baseline({0: 1.0}, {"other": {1: 5.0}}, Metric("accuracy")) is None
 
 
 def test_a_baseline_is_another_method_and_not_a_control_of_ones_own(
@@ -256,7 +256,11 @@ def test_a_baseline_is_another_method_and_not_a_control_of_ones_own(
         made[-1].parent.mkdir()
         made[-1].write_text(json.dumps(base))
     a, power, b, start = "a:uniform", "a:uniform power=1", "b:uniform", "b:uniform start=4"
-    baselines = {row.name: row.summary["baseline"] for row in of_runs(made).rows}
+    baselines = named_baselines(of_runs(made))
     assert baselines == {a: start, power: start, b: power, start: power}
-    alone = {row.name: row.summary["baseline"] for row in of_runs(made[2:]).rows}
+    alone = named_baselines(of_runs(made[2:]))
     assert alone == {a: power, power: a}  # no other method is there
+
+
+def named_baselines(comparison: Comparison) -> dict[str, str | None]:
+    return {row.name: comparison.summary(row)["baseline"] for row in comparison.rows}

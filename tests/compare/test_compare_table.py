@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from growprune import GrowpruneError, engine
 from growprune.cli import app
 from growprune.compare import Comparison, Request, of_runs
-from growprune.compare.statistics import paired, spread
+from growprune.runs.table import Spread, paired
 
 TOY = f"{TOY_FILE}:cyclic"
 OWN = """
@@ -56,7 +56,8 @@ def test_only_the_method_dense_is_the_reference_also_beside_others_at_sparsity_0
     write(tmp_path, "mine", 0.0, 96.0)
     write(tmp_path, "gmp", 0.9, 90.0)
     write(tmp_path, "dense", 0.0, 92.0)
-    found = {(row.name, row.sparsity): row.summary for row in of_runs([tmp_path]).rows}
+    comparison = of_runs([tmp_path])
+    found = {(row.name, row.sparsity): comparison.summary(row) for row in comparison.rows}
     gaps = {key: summary["minus_dense"] and summary["minus_dense"]["mean"] for key, summary in found.items()}
     assert gaps == {
         ("dense", 0.0): None,
@@ -74,9 +75,9 @@ def test_a_method_of_ones_own_that_takes_no_sparsity_is_run_once_and_is_no_refer
     jobs = request.jobs()
     assert [job.name for job in jobs] == ["own seed 0", "rigl:erk 0.5 seed 0", "rigl:erk 0.8 seed 0"]
     engine.train(jobs[0].recipe, jobs[0].folder)
-    (own, *_) = request.table(jobs).rows
+    own = (table := request.table(jobs)).rows[0]
     assert not own.is_dense
-    assert own.quality_cells()["sparsity"].startswith("0 (reached 0.5")
+    assert table.cells(own)["sparsity"].startswith("0 (reached 0.5")
 
 
 def test_dense_training_leaves_a_sparsity_of_its_recipe_aside(tmp_path: Path) -> None:
@@ -84,8 +85,8 @@ def test_dense_training_leaves_a_sparsity_of_its_recipe_aside(tmp_path: Path) ->
     content = json.loads(path.read_text())
     content["sparsity"]["totals"] |= {"alive": 1000, "sparsity": 0.0}
     path.write_text(json.dumps(content))
-    (row,) = of_runs([tmp_path]).rows
-    assert row.quality_cells()["sparsity"] == "0"
+    table = of_runs([tmp_path])
+    assert table.cells(table.rows[0])["sparsity"] == "0"
 
 
 def test_sparsity_0_is_named_beside_others(tmp_path: Path) -> None:
@@ -109,10 +110,10 @@ def test_a_score_that_is_no_number_is_shown_as_nan_and_the_others_are_as_they_we
         for seed in (0, 1):
             write(tmp_path, method, 0.9, score + seed, seed, lower_is_better=is_lower_better)
     comparison = of_runs([tmp_path])
-    cells = {row.method: row.quality_cells() for row in comparison.rows}
+    cells = {row.method: comparison.cells(row) for row in comparison.rows}
     assert (cells["gmp"]["test"], cells["gmp"]["vs baseline"]) == ("nan", "nan")
     assert (cells["rigl"]["test"], cells["rigl"]["vs baseline"]) == ("80.50 ± 0.71", "+10.00 ± 0.00")
-    assert {row.method: row.summary["baseline"] for row in comparison.rows}["rigl"] == "set:uniform"
+    assert {row.method: comparison.summary(row)["baseline"] for row in comparison.rows}["rigl"] == "set:uniform"
     _check_json(shown(tmp_path, "--json", "--out", tmp_path / "table"))
     _check_json((tmp_path / "table" / "comparison.json").read_text())
     assert "nan" in shown(tmp_path) and "| nan |" in shown(tmp_path, "--markdown")
@@ -128,10 +129,10 @@ def _check_json(text: str) -> None:
 
 
 def test_spreads_and_differences_of_what_is_no_number_are_none() -> None:
-    found = spread([1.0, math.nan])
-    assert math.isnan(found["mean"]) and (found["deviation"], found["count"]) == (None, 2)
+    found = Spread.of([1.0, math.nan])
+    assert found.mean is not None and math.isnan(found.mean) and (found.deviation, found.count) == (None, 2)
     gap = paired({0: 1.0, 1: math.inf}, {0: 1.0, 1: math.inf})
-    assert gap is not None and math.isnan(gap["mean"]) and gap["standard_error"] is None
+    assert gap is not None and math.isnan(gap.mean) and gap.standard_error is None
 
 
 # Who is a baseline
@@ -144,7 +145,7 @@ def with_alive(path: Path, alive: int) -> None:
 
 
 def baselines(comparison: Comparison) -> dict[str, str | None]:
-    return {row.method: row.summary["baseline"] for row in comparison.rows}
+    return {row.method: comparison.summary(row)["baseline"] for row in comparison.rows}
 
 
 def test_a_row_that_misses_its_sparsity_is_no_baseline_of_rows_that_reach_it(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_validation_chooses_and_test_does_not(tmp_path: Path) -> None:
     (row,) = asked.table(jobs).rows
     assert row.tuning is not None
     assert row.tuning["chosen"] == "optimizer.lr=0.05 lr_scaling=0"  # of equals, the first
-    assert [(run["seed"], run["test"]) for run in row.runs] == [(0, 10.0), (1, 10.0)]
+    assert [(run.seed, run.test) for run in row.runs] == [(0, 10.0), (1, 10.0)]
     assert len(jobs) == 4 + 1  # the point that is chosen has its first seed already
 
 
@@ -118,8 +118,8 @@ def test_the_other_seeds_are_known_only_when_every_point_of_a_row_is_done(tmp_pa
     assert [job.name for job in jobs[8:]] == ["rigl:erk 0.8 optimizer.lr=0.05 lr_scaling=0 seed 1"]
     asked.write_choices(jobs)
     rigl, gmp = asked.table(jobs).rows
-    assert (rigl.summary["finished"], rigl.summary["unfinished"]) == (1, 1)
-    assert (gmp.summary["finished"], gmp.summary["unfinished"]) == (0, 1)
+    assert [run.status for run in rigl.runs] == ["finished", "unfinished"]
+    assert [run.status for run in gmp.runs] == ["unfinished"]
     assert gmp.tuning is not None and gmp.tuning["chosen"] is None
 
 
@@ -176,7 +176,7 @@ def test_runs_that_are_there_make_the_same_table_and_the_page_shows_how_they_wer
     asked = request(tmp_path)
     fake_all(asked, lambda job: (job.recipe.optimizer.lr, 50.0 + job.seed))
     again = of_runs([tmp_path])
-    assert [(row.method, row.summary["finished"]) for row in again.rows] == [("dense", 2), ("gmp", 2), ("rigl", 2)]
+    assert [(row.method, len(row.finished)) for row in again.rows] == [("dense", 2), ("gmp", 2), ("rigl", 2)]
     assert "10 runs for 3 rows" in " ".join(again.notes)
     text = page.render(find_runs([tmp_path]), "")
     assert "<h2>Tuning</h2>" in text
@@ -235,7 +235,7 @@ def test_points_of_a_grid_that_was_larger_once_are_left_out(tmp_path: Path) -> N
     jobs = fake_all(asked, lambda job: (50.0, 50.0))
     (row,) = of_runs([tmp_path]).rows
     assert row.tuning is not None and row.tuning["chosen"] == "optimizer.lr=0.05 lr_scaling=1"
-    assert [run["folder"] for run in row.runs] == [str(jobs[0].folder), str(jobs[-1].folder)]
+    assert [str(run.folder) for run in row.runs] == [str(jobs[0].folder), str(jobs[-1].folder)]
 
 
 def test_runs_that_are_there_cannot_be_tuned(tmp_path: Path) -> None:

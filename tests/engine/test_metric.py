@@ -12,11 +12,11 @@ from report_runs import history, phase, recipe, result, row, write_run
 from torch import nn
 
 from growprune import SparseModel
-from growprune.compare.statistics import best_baseline
 from growprune.engine.evaluation import Best
-from growprune.engine.metric import Metric, decimals
 from growprune.report.page import render
 from growprune.runs import find_runs
+from growprune.runs.metric import Metric, decimals
+from growprune.runs.table import best_baseline
 
 HIGHER, LOWER = Metric("accuracy"), Metric("bits", lower_is_better=True)
 
@@ -48,9 +48,8 @@ def test_the_best_model_is_the_one_with_the_best_score(
 
 
 def test_the_best_baseline_is_the_one_with_the_best_mean() -> None:
-    validation = [{0: 5.0, 1: 5.0}, {0: 1.0, 1: 4.0}, {0: 3.0, 1: 3.0}]
-    assert best_baseline(0, validation, [0, 1, 2], HIGHER) == 2
-    assert best_baseline(0, validation, [0, 1, 2], LOWER) == 1
+    own, others = {0: 5.0, 1: 5.0}, {"a": {0: 1.0, 1: 4.0}, "b": {0: 3.0, 1: 3.0}}
+    assert (best_baseline(own, others, HIGHER), best_baseline(own, others, LOWER)) == ("b", "a")
     assert LOWER.best({}) is None
     assert LOWER.best({"a": 1.0, "b": 1.0}) == "a"
     assert [metric.best({"a": math.nan, "b": 2.0, "c": math.nan}) for metric in (LOWER, HIGHER)] == ["b", "b"]

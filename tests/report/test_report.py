@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from growprune import engine, methods
 from growprune.cli import app
-from growprune.engine.metric import Metric
 from growprune.errors import GrowpruneError
 from growprune.report import notes, write_page
 from growprune.report.chart import Styles
@@ -29,6 +28,7 @@ from growprune.report.page import render
 from growprune.report.tables import all_runs
 from growprune.report.words import command
 from growprune.runs import Record, find_runs
+from growprune.runs.metric import Metric
 
 EXPERIMENTS = ROOT / "experiments"
 
@@ -164,7 +164,7 @@ def test_the_experiments_of_this_repository_can_be_shown(study: str) -> None:
     page = render(records, "")
     for record in records:
         assert record.status == "finished", record.why
-        assert f"{record.quality:.5g}" in page
+        assert f"{record.test:.5g}" in page
 
 
 # Who may be compared with whom

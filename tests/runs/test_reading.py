@@ -22,7 +22,7 @@ def test_runs_are_found_in_folders_of_folders_and_each_only_once(tmp_path: Path)
     write_bare(one / "earlier/1/result.json", result(made, 1.0, history([1000])))
     bare = write_bare(tmp_path / "bare.json", result(made, 87.0, history([1000])))
     records = find_runs([tmp_path / "study", one, bare, bare])
-    assert [(record.name, record.method, record.quality) for record in records] == [
+    assert [(record.name, record.method, record.test) for record in records] == [
         ("study/a/seed0", "rigl", 88.0),
         (".", "gmp", 87.0),
     ]

@@ -21,7 +21,7 @@ from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
     from growprune.compare import Comparison, Job
-    from growprune.compare.table import TableRow
+    from growprune.runs import RunRow
 
 SHORT = {"training": "train", "inference": "infer", "average": "mean"}
 """Words of headings that are shorter on the screen, so that names of rows fit into 80 columns."""
@@ -138,7 +138,7 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
 
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
     """Print the table, and write it to `out` if given."""
-    from growprune.compare.table import COST, QUALITY
+    from growprune.compare.comparison import COST, QUALITY
     from growprune.runs.tuned import cells_of
 
     if out is not None:
@@ -150,14 +150,15 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
         print(comparison.to_markdown(), end="")
         return
     _say(
-        f"test {comparison.metric}{comparison.terms}: mean ± standard deviation over seeds; "
+        f"test {comparison.metric.name}{comparison.terms}: mean ± standard deviation over seeds; "
         f"differences ± standard error"
     )
-    names, cells = _names(comparison.rows), [row.quality_cells() for row in comparison.rows]
+    cells = [comparison.cells(row) for row in comparison.rows]
+    names = _names(comparison.rows, cells)
     heads = [head for head in QUALITY[2:] if not _is_plain(head, {each[head] for each in cells})]
     console().print(_table(heads, names, cells))
     _say("cost, as a fraction of dense:")
-    console().print(_table(COST, names, [row.cost_cells() for row in comparison.rows]))
+    console().print(_table(COST, names, cells))
     if comparison.tunings:
         _say("tuning, chosen by the validation metric:")
         console().print(_tuning_table([cells_of(tuning) for tuning in comparison.tunings]))
@@ -176,11 +177,11 @@ def _say(line: str) -> None:
     console().print(line, highlight=False, soft_wrap=True)
 
 
-def _names(rows: Sequence[TableRow]) -> list[str]:
+def _names(rows: Sequence[RunRow], cells: Sequence[Mapping[str, str]]) -> list[str]:
     """Names of the rows, with the sparsity if there are several, or if a row missed the requested one."""
     is_one = len({row.sparsity for row in rows if row.has_sparsity}) == 1
     plain = [row.name if not row.has_sparsity or (is_one and not row.is_off) else "" for row in rows]
-    return [name or f"{row.name} {row.quality_cells()['sparsity']}" for name, row in zip(plain, rows, strict=True)]
+    return [name or f"{row.name} {cell['sparsity']}" for name, row, cell in zip(plain, rows, cells, strict=True)]
 
 
 def _tuning_table(rows: Sequence[Sequence[str]]) -> Table:

@@ -53,19 +53,21 @@ def doctor(as_json: AsJson = False) -> None:
 
 def _inspect_run(path: Path, as_json: bool) -> None:
     from growprune.engine import RunFolder
+    from growprune.files.json_file import finite
     from growprune.runs import read_run
 
     run = read_run(path)
     if run.damage or not run.recipe:
         raise GrowpruneError(run.damage or f"{path} is not a run folder: it has no recipe.json")
     if as_json:
-        about = {"recipe": run.recipe, "origin": run.origin, "result": run.result}
+        result = None if run.result is None else finite(run.result.to_dict())
+        about = {"recipe": run.recipe, "origin": run.origin, "result": result}
         print_json({"kind": "run", "path": str(path), "is_finished": run.is_finished, **about})
     else:
         _show_run(run)
     folder = RunFolder(path)
     if run.result is not None and folder.recipe.exists():  # else only the result was kept
-        folder.check_model(run.result)
+        folder.check_model(run.result.to_dict())
 
 
 def _show_run(run: Record) -> None:
@@ -75,7 +77,7 @@ def _show_run(run: Record) -> None:
     out().print(f"{source}: {run.recipe['method']} at sparsity {run.recipe['sparsity']}")
     if run.result is not None:
         out().print(_history(run))
-        show_result(run.result, run.path)
+        show_result(run.result.to_dict(), run.path)
         return
     for row in run.history[-1:]:
         figures = {name: row.get(name) for name in ("epoch", "loss", "density")}

@@ -11,19 +11,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from growprune.compare import choice, table
+from growprune.compare import choice
 from growprune.compare.budget import Budget, num_epochs, num_iterations_per_epoch
+from growprune.compare.comparison import Comparison
 from growprune.compare.grid import Grid, parse_grid
 from growprune.compare.jobs import Job, make_jobs
 from growprune.compare.parsing import parse_rows
-from growprune.compare.table import Comparison
-from growprune.engine.metric import in_full
 from growprune.engine.override import override, parse_settings
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.recipes import find
 from growprune.runs import Record, find_runs
-from growprune.runs.comparable import Terms, check, terms_of, with_rows, without_tried
+from growprune.runs.comparable import Terms, check, terms_of
+from growprune.runs.metric import in_full
+from growprune.runs.table import check_rows, rows_of, without_tried
 
 __all__ = ["Comparison", "Job", "Request", "of_runs"]
 
@@ -110,13 +111,14 @@ class Request:
         """The table of the runs so far."""
         found = without_tried([replace(job.read(), recipe=describe(job.recipe)) for job in jobs])
         differing = self._check(jobs)
-        check([terms_of(run, epochs=run.final_epochs if self._is_equal else None) for run in found], self.allow)
-        return table.build(
-            found,
+        rows = rows_of(found, self.allow)
+        check_rows(rows, self.allow, with_epochs=self._is_equal)
+        return Comparison(
+            rows,
             base=self._source,
             budget=asdict(self.budget),
-            planned={(job.row.name, job.sparsity): job.epochs for job in jobs},
-            notes=[f"budget: {self.budget}", *differing, *self._capped(jobs)],
+            planned={job.folder: job.epochs for job in jobs},
+            remarks=[f"budget: {self.budget}", *differing, *self._capped(jobs)],
         )
 
     def _check(self, jobs: Sequence[Job]) -> list[str]:
@@ -126,7 +128,7 @@ class Request:
             name = f"{job.row.name} {in_full(job.sparsity)}"
             epochs = job.epochs if self._is_equal else None
             planned = Record(job.folder, recipe=describe(job.recipe), tuning={"grid": self._grid} if self._grid else {})
-            terms.setdefault(name, terms_of(planned, epochs=epochs, name=name))
+            terms.setdefault(name, terms_of(planned, name, epochs=epochs))
         return check([*terms.values()], self.allow)
 
     def _capped(self, jobs: Sequence[Job]) -> list[str]:
@@ -182,21 +184,12 @@ def of_runs(paths: Sequence[Path], allow: Sequence[str] = ()) -> Comparison:
     """The table of existing runs: run folders, folders of runs, or result.json files."""
     if missing := [path for path in paths if not path.exists()]:
         raise GrowpruneError(f"{missing[0]} does not exist. Give run folders, or a recipe with --methods")
-    if not (found := with_rows(without_tried(find_runs(paths)), allow)):
+    if not (found := without_tried(find_runs(paths))):
         raise GrowpruneError("nothing to compare. Give run folders, or a recipe with --methods")
     if damaged := [run.damage for run in found if run.damage]:
         raise GrowpruneError(damaged[0])
-    differing = check([terms_of(run, epochs=run.final_epochs) for run in found if run.recipe], allow)
-    _check_apart(found)
-    return table.build(found, notes=differing)
-
-
-def _check_apart(runs: Sequence[Record]) -> None:
-    """Raise if two runs have the same row and seed."""
-    seen: dict[tuple[str, float, int], Record] = {}
-    for run in runs:
-        if (other := seen.setdefault((run.row, run.sparsity, run.seed), run)) is not run:
-            raise GrowpruneError(f"{other.folder} and {run.folder} have the same row and seed. Leave one of them out")
+    rows = rows_of(found, allow)
+    return Comparison(rows, remarks=check_rows(rows, allow))
 
 
 def numbers(what: str, text: str, kind: Callable[[str], Number]) -> list[Number]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from growprune.compare.grid import Grid
 from growprune.compare.jobs import Job, writing_to
-from growprune.engine.metric import Metric
 from growprune.files import json_file
 from growprune.files.json_file import finite
+from growprune.runs.metric import Metric
 from growprune.runs.record import TUNING
 from growprune.runs.tuned import FAILED
 

@@ -13,9 +13,8 @@ from growprune.compare.budget import Budget, check_length, cut_as_usual, num_epo
 from growprune.compare.grid import Grid, Point, points_of
 from growprune.compare.parsing import LONGEST, Row
 from growprune.compare.small import make_small
-from growprune.engine.compatibility import MAY_CHANGE, check_same_recipe, check_same_work, fields_of, flat
+from growprune.engine.compatibility import check_same_recipe, check_same_work, fields_of
 from growprune.engine.folder import RunFolder
-from growprune.engine.metric import in_full
 from growprune.engine.override import override
 from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.engine.source import absolute
@@ -23,7 +22,8 @@ from growprune.errors import GrowpruneError
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
 from growprune.runs import Record, read_run
-from growprune.runs.comparable import deciding, say_grid
+from growprune.runs.comparable import MAY_CHANGE, deciding, flat, say_grid
+from growprune.runs.metric import in_full
 from growprune.runs.record import failure_file
 
 OWN = ("method", "options", "sparsity", "allocation", "seed")
@@ -93,7 +93,7 @@ class Job:
         run = read_run(self.folder)
         if run.damage:
             raise GrowpruneError(run.damage)
-        return replace(run, row=self.row.name)
+        return replace(run, origin={"row": self.row.name, **run.origin})
 
     def check_folder(self, iterations_per_epoch: int) -> None:
         """Raise if the folder has a run of another recipe, plan or model."""

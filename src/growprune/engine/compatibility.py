@@ -13,25 +13,11 @@ import torch
 from growprune.engine.folder import RunFolder, digest_of, parts_of, phases_of
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
+from growprune.files.json_file import finite
 from growprune.masks.layers import dense_shape
 from growprune.plan import Plan
+from growprune.runs.comparable import MAY_CHANGE, flat
 from growprune.sparse.model import SparseModel
-
-MAY_CHANGE = {
-    "task.data",
-    "task.workers",
-    "weights",
-    "storage",
-    "checkpoint_seconds",
-    "exploration",
-    "claim",
-    "log",
-    "replicas",
-    "shard",
-    "timeout_seconds",
-}
-"""Fields of a recipe that may be other when a run is resumed: they have no influence on results, or, as where data and
-weights lie, what they lead to is looked at itself."""
 
 
 def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
@@ -107,14 +93,7 @@ def _edits(phase: Any) -> Any:
 
 def fields_of(recipe: Recipe) -> dict[str, Any]:
     """Every setting of a recipe as plain JSON values, by dotted names such as `task.width`."""
-    return flat(json.loads(json.dumps(describe(recipe))))  # as it comes back from a file
-
-
-def flat(content: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts: {"task": {"width": 3}} -> {"task.width": 3}"""
-    if not isinstance(content, dict) or not content:
-        return {prefix.removesuffix("."): content}
-    return {name: value for key, inside in content.items() for name, value in flat(inside, f"{prefix}{key}.").items()}
+    return flat(json.loads(json.dumps(finite(describe(recipe)))))  # as it comes back from a file
 
 
 def _short(value: Any) -> str:

@@ -13,11 +13,11 @@ import torch
 
 from growprune.engine.batches import fingerprint
 from growprune.engine.device import environment, move, peak_bytes
-from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.masks.bits import Snapshot
+from growprune.runs.metric import Metric
 from growprune.sparse.model import SparseModel
 from growprune.sparse.summary import summarise
 

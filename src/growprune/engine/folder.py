@@ -22,27 +22,12 @@ from growprune.files import atomic, json_file
 from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
 from growprune.plan.folding import Row, fold
-
-FORMAT = 3
-"""Format version of run folders. A run of another format is refused."""
+from growprune.runs.reading import FORMAT, origin_of, read_recipe
+from growprune.runs.result import SCORE, Result
 
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""
 
-_RECIPE: json_file.Names = {
-    "recipe.task.name": str,
-    "recipe.method": str,
-    "recipe.sparsity": json_file.NUMBER,
-    "recipe.options?": dict,
-    "recipe.seed?": int,
-    "recipe.accumulate?": int,
-    "format?": int,
-    "inode?": int,
-    "job?": str,
-    "source?": str,
-    "settings?": dict,
-    "settings?.*": str,
-}
 _ROW: json_file.Names = {
     "stage": int,
     "branch": (int, type(None)),
@@ -51,27 +36,9 @@ _ROW: json_file.Names = {
     "alive": int,
     "explored?": json_file.NUMBER,
     "churn?": json_file.NUMBER,
-    "validation?.*": json_file.NUMBER,
-    "candidate?.*": json_file.NUMBER,
+    "validation?.*": SCORE,
+    "candidate?.*": SCORE,
 }
-RESULT: json_file.Names = {
-    "history": list,
-    **{f"history.*.{name}": kind for name, kind in _ROW.items()},
-    "test": dict,
-    "test.*": json_file.NUMBER,
-    "best": (dict, type(None)),
-    "best?.stage": int,
-    "best?.test.*": json_file.NUMBER,
-    "sparsity.totals.alive": int,
-    "sparsity.totals.prunable": int,
-    "file_bytes": int,
-    "data?": dict,
-    "data?.num_batches?": int,
-}
-
-
-_OWN = ("recipe", "format", "inode", "job")
-"""Keys of recipe.json that are not part of the origin."""
 
 
 class HoldsRun(GrowpruneError):
@@ -154,20 +121,7 @@ class RunFolder:
 
     def read_recipe(self) -> dict[str, Any]:
         """Read recipe.json. Raise GrowpruneError if the folder has no run, or one of another format."""
-        try:
-            content = json_file.read(self.recipe, _RECIPE, "restore a copy of it, or start a new run elsewhere")
-        except OSError as error:
-            raise GrowpruneError(
-                f"{self.path} is no run folder: cannot read {self.recipe.name} ({error.strerror or error}). Give the "
-                f"folder that was --out of `growprune train`"
-            ) from error
-        if (found := content.get("format") or 1) != FORMAT:
-            age, remedy = ("a newer", "upgrade growprune") if found > FORMAT else ("an older", "start a new run")
-            raise GrowpruneError(
-                f"{self.path} was started by {age} growprune: it has format {found}, this version reads {FORMAT}. Use "
-                f"that version, or {remedy}"
-            )
-        return content
+        return read_recipe(self.path)
 
     def store_files(self, files: Mapping[str, bytes]) -> None:
         """Store files that a task made from its data. Raise if a stored file differs."""
@@ -184,7 +138,7 @@ class RunFolder:
 
     def read_origin(self) -> dict[str, Any]:
         """How to find the recipe again."""
-        return {name: value for name, value in self.read_recipe().items() if name not in _OWN}
+        return origin_of(self.read_recipe())
 
     def portable_origin(self) -> dict[str, Any]:
         """How to find the recipe again on any machine, without the paths of this one."""
@@ -205,8 +159,8 @@ class RunFolder:
         return f"growprune.resume(recipe, {str(self.path)!r})"
 
     def read_result(self) -> dict[str, Any]:
-        remedy = "remove it and resume the run to write it again"
-        return json_file.read(self.result, RESULT, remedy)
+        """The content of result.json."""
+        return Result.read(self.result).to_dict()
 
     def check_model(self, result: Mapping[str, Any]) -> None:
         """Raise if the model file of a finished run is missing or has another length or a damaged header."""
@@ -247,7 +201,7 @@ class RunFolder:
 
     def append(self, event: Event) -> None:
         """Append a line to the log. If a kill cut the last line short, end it first."""
-        line = json.dumps({"time": round(time.time(), 3), **event}) + "\n"
+        line = json.dumps(json_file.finite({"time": round(time.time(), 3), **event})) + "\n"
         try:
             with self.log.open("a+b") as log:
                 if log.tell() and log.seek(-1, 2) >= 0 and log.read(1) != b"\n":

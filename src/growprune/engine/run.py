@@ -20,17 +20,17 @@ from growprune.engine.events import Events, Listener, OtherLogs
 from growprune.engine.folder import RunFolder
 from growprune.engine.forks import ForkCursor
 from growprune.engine.mesh import Mesh
-from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe
 from growprune.engine.run_checkpoints import Checkpoints, branch_state, load_branch_state, load_run_state, run_state
 from growprune.engine.trainer import Training, TrainingDiverged, last_trained, work_before
 from growprune.errors import GrowpruneError
-from growprune.files import json_file
 from growprune.files import sparse_file as file
 from growprune.logs import Logs
 from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
 from growprune.plan.settings import check_counts
+from growprune.runs.metric import Metric
+from growprune.runs.result import Result
 
 
 class Interrupted(Exception):
@@ -309,9 +309,10 @@ class Run:
         result = result_of(self)
         if not self.mesh.is_first:
             return self._wait_for_result()
-        json_file.write(self.folder.result, result)
-        self.events.log_event("finished", test=result["test"], seconds=self.seconds)
-        return result
+        made = Result(**result)
+        made.write(self.folder.result)
+        self.events.log_event("finished", test=made.test, seconds=self.seconds)
+        return made.to_dict()
 
     def _wait_for_result(self) -> dict[str, Any]:
         """Poll for the result. A barrier would time out, because rank 0 may take long to evaluate."""

@@ -35,9 +35,9 @@ def read(path: Path, names: Names, remedy: str) -> dict[str, Any]:
 
 
 def write(path: Path, value: Any) -> None:
-    """Write a JSON file atomically."""
+    """Write a JSON file atomically. nan and infinity become null."""
     with replacing(path) as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
+        file.write((json.dumps(finite(value), indent=2, allow_nan=False) + "\n").encode())
 
 
 def fault(content: Any, names: Names) -> str:

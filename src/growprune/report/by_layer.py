@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from growprune.report.chart import Chart, Styles, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.runs.record import Json
+from growprune.runs.result import Json
 
 Row = tuple[str, int, float | None, float]
 """A layer: name of its weight, number of weights, target (None with a global allocation), and sparsity."""
@@ -57,7 +57,7 @@ def _traces(cell: Cell, rows: Sequence[Row], styles: Styles) -> list[Json]:
 
 def _rows(cell: Cell) -> list[Row]:
     """Means over seeds. With a global allocation, layers differ between seeds."""
-    found = [record.result["sparsity"]["rows"] for record in cell.records if record.result is not None]
+    found = [record.result.sparsity["rows"] for record in cell.records if record.result is not None]
     rows: list[Row] = []
     for same in zip(*found, strict=False):
         sparsity = statistics.mean(row["sparsity"] for row in same)

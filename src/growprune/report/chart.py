@@ -9,7 +9,7 @@ from typing import Any
 
 from growprune.methods import METHODS
 from growprune.report.groups import Cell
-from growprune.runs.record import Json
+from growprune.runs.result import Json
 
 Value = str | float | int | None
 

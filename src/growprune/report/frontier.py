@@ -9,7 +9,8 @@ from typing import Any
 
 from growprune.report.chart import INK, Chart, Styles, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.runs.record import Json, Record
+from growprune.runs.record import Record
+from growprune.runs.result import Json
 
 
 @dataclass(frozen=True)

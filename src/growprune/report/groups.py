@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from growprune.engine.metric import Metric, deviation, in_full, mean
 from growprune.runs import Record
-from growprune.runs.comparable import TOLERANCE, task_settings, telling, variant, varying
-from growprune.runs.record import Json
+from growprune.runs.comparable import task_settings, telling, variant, varying
+from growprune.runs.metric import Metric, deviation, in_full, mean
+from growprune.runs.result import Json
+from growprune.runs.table import TOLERANCE
 
 SAME_FLOPS = 0.05
 """Largest relative difference of training FLOPs within one budget."""
@@ -49,16 +50,16 @@ class Cell:
     @property
     def quality(self) -> float | None:
         """The mean over seeds of the task's metric on test data."""
-        return self.mean(lambda record: record.quality)
+        return self.mean(lambda record: record.test)
 
     @property
     def deviation(self) -> float | None:
         """The standard deviation of quality over seeds, if there are several."""
-        return self.spread(lambda record: record.quality)
+        return self.spread(lambda record: record.test)
 
     @property
     def num_scores(self) -> int:
-        return len(self.values(lambda record: record.quality))
+        return len(self.values(lambda record: record.test))
 
     @property
     def is_off(self) -> bool:

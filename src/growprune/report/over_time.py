@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from growprune.report.chart import Chart, Styles, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.runs.record import Json, Record
+from growprune.runs.record import Record
+from growprune.runs.result import Json
 
 Points = dict[int, float]
 """Values by epoch."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from growprune.engine.metric import decimals, in_full, scaled
 from growprune.report.chart import Value
 from growprune.report.frontier import average_live, given, peak_live
 from growprune.report.groups import Cell, Group
 from growprune.runs import Record
+from growprune.runs.metric import decimals, in_full, scaled
 from growprune.runs.record import say_small
 
 MEANS_HEAD = (
@@ -93,7 +93,7 @@ def all_runs(records: Sequence[Record]) -> list[list[Value]]:
         rows.append(
             [
                 *(record.name, status, record.method, record.sparsity, record.seed, record.epochs, record.metric.name),
-                *(record.quality, (best.get("test") or {}).get(record.metric.name), record.total("alive")),
+                *(record.test, (best.get("test") or {}).get(record.metric.name), record.total("alive")),
                 *(record.figure(name) for name in ("file_bytes", "peak_bytes", "seconds")),
             ]
         )

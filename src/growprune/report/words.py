@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
-from growprune.engine.metric import decimals, in_full
 from growprune.methods import METHODS
 from growprune.report.groups import Cell, Group, best_by_validation, group_runs, what_differs
 from growprune.report.tables import duration, spread
 from growprune.runs import Record
+from growprune.runs.metric import decimals, in_full
 
 MEANINGS = {
     "sparsity": "the fraction of weights that are exactly zero; at 0.9, one weight in ten is left",
@@ -88,8 +88,8 @@ def _gap(cell: Cell, dense: Cell) -> str:
 
 def _how_long(cells: Sequence[Cell]) -> str:
     results = [record.result for cell in cells for record in cell.records if record.result is not None]
-    seconds = [result["seconds"] for result in results]
-    devices = sorted({str(result["environment"].get("device") or "") for result in results} - {""})
+    seconds = [result.seconds for result in results]
+    devices = sorted({str(result.environment.get("device") or "") for result in results} - {""})
     where = f" on {' and '.join(devices)}" if devices else ""
     if len(seconds) == 1:
         return f"The run took {duration(seconds[0])}{where}."

@@ -1,4 +1,4 @@
-"""Which runs can be in one table, how they differ, and the names of rows.
+"""Which runs can be in one table, and how they differ.
 
 Runs are comparable if their task, data, budget and all other settings are the same, except for those of the row (ROW)
 and those that do not change results (NO_INFLUENCE). `growprune compare` refuses other runs, unless the difference is
@@ -9,34 +9,45 @@ differs.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
-from growprune.engine.compatibility import MAY_CHANGE, flat
-from growprune.engine.metric import in_full
 from growprune.errors import GrowpruneError, shorten
-from growprune.runs.record import Json, Record
+from growprune.runs.metric import in_full
+from growprune.runs.record import Record
+from growprune.runs.result import Json
 
 ROW = {"method", "options", "sparsity", "allocation", "scope", "parts", "seed"}
 """Fields of a recipe that may differ between rows, or between runs of a row. Older runs have a `scope`."""
+MAY_CHANGE = {
+    *("task.data", "task.workers", "weights", "storage", "checkpoint_seconds", "exploration", "claim", "log"),
+    *("replicas", "shard", "timeout_seconds"),
+}
+"""Fields that may be other when a run is resumed: they do not change results, or, as for the places of data and
+weights, what lies there is checked itself."""
 SPARSE = {"pattern", "keep_dense", "include", "lr_scaling"}
 """Fields without effect on a dense run."""
 NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {
     *("evaluate_every", "candidates", "device", "graph", "task.in_memory", "task.channels_last"),
 }
 """Fields that do not change the numbers of a table."""
-TOLERANCE = 0.0005
-"""Difference from the target sparsity above which tables note it."""
+
+
+def flat(content: Any, prefix: str = "") -> Json:
+    """Flatten nested dicts: {"task": {"width": 3}} -> {"task.width": 3}"""
+    if not isinstance(content, dict) or not content:
+        return {prefix.removesuffix("."): content}
+    return {name: value for key, inside in content.items() for name, value in flat(inside, f"{prefix}{key}.").items()}
 
 
 def settings(run: Record) -> Json:
     """Every setting of a run that can change results, by dotted names such as `task.width`."""
     found = _without(flat(run.recipe), NO_INFLUENCE)
-    if found.get("task.data"):  # which may lie elsewhere on each machine
-        found["task.data"] = PurePath(str(found["task.data"])).name
+    for name in ("task.data", "weights"):  # which may lie elsewhere on each machine
+        if found.get(name):
+            found[name] = PurePath(str(found[name])).name
     # a small model stands for the full one, and is compared with its runs
     return found | {f"task.{name}": value for name, value in run.small.get("of", {}).items()}
 
@@ -67,13 +78,12 @@ class Terms:
     """The fingerprint of its data; empty if there is none."""
 
 
-def terms_of(run: Record, *, epochs: float | None = None, name: str = "") -> Terms:
-    """The terms of a run. Epochs are compared if given."""
+def terms_of(run: Record, name: str, *, epochs: float | None = None) -> Terms:
+    """The terms of a run, which messages call `name`. Epochs are compared if given."""
     grid = run.tuning.get("grid", {})
     fields = _without(deciding(run), ROW | {*grid})
     more = {"epochs": epochs, "signature": run.figure("signature") or None, "tuning": say_grid(grid) or "none"}
     fields |= {key: value for key, value in more.items() if value is not None}
-    name = name or f"{run.row} {in_full(run.sparsity)} seed {run.seed}"
     return Terms(name, run.seed, fields, run.figure("data") or {})
 
 
@@ -89,12 +99,11 @@ def check(terms: Sequence[Terms], allowed: Sequence[str] = ()) -> list[str]:
     """Raise if runs differ in fields that are not allowed. Return the differences, for the table.
 
     >>> from pathlib import Path
-    >>> runs = [terms_of(Record(Path(), row=row), epochs=epochs) for row, epochs in (("a", 20), ("b", 40))]
-    >>> check(runs, allowed=["epochs"])
-    ['epochs differ: 20 in a 0 seed 0; 40 in b 0 seed 0']
+    >>> check([terms_of(Record(Path()), name, epochs=epochs) for name, epochs in (("a", 20), ("b", 40))], ["epochs"])
+    ['epochs differ: 20 in a; 40 in b']
     """
     found = _differences(terms)
-    refused = {name: values for name, values in found.items() if not _is_allowed(name, allowed)}
+    refused = {name: values for name, values in found.items() if not is_allowed(name, allowed)}
     if refused:
         allow = " ".join(f"--allow {name}" for name in refused)
         raise GrowpruneError(
@@ -104,7 +113,7 @@ def check(terms: Sequence[Terms], allowed: Sequence[str] = ()) -> list[str]:
     return [_say(*item) for item in found.items()]
 
 
-def _is_allowed(name: str, allowed: Sequence[str]) -> bool:
+def is_allowed(name: str, allowed: Sequence[str]) -> bool:
     """True if a field or its parent may differ."""
     return any(name == entry or name.startswith(entry + ".") for entry in allowed)
 
@@ -163,82 +172,6 @@ def _say(name: str, values: Mapping[str, Sequence[str]]) -> str:
     return f"{name} differ{'' if name in ('epochs', 'data') else 's'}: {'; '.join(where)}"
 
 
-# What stands in a table of rows that were tuned
-
-
-def without_tried(runs: Sequence[Record]) -> list[Record]:
-    """Drop the runs of points that were not chosen. A row without a choice keeps one run without a result."""
-    kept = []
-    undecided: set[Path] = set()
-    for run in runs:
-        cell = run.folder.parent.parent
-        if run.is_passed_over and (run.tuning.get("chosen") is not None or cell in undecided):
-            continue
-        if run.is_passed_over:
-            undecided.add(cell)
-        kept.append(replace(run, result=None) if run.is_passed_over else run)
-    return kept
-
-
-# What a row of a table is called
-
-
-def with_rows(runs: Sequence[Record], allowed: Sequence[str]) -> list[Record]:
-    """Set the row name of each run. Runs that differ in an allowed field get rows of their own."""
-    terms = [terms_of(run, epochs=run.final_epochs) for run in runs]
-    differing = _differences([known for known, run in zip(terms, runs, strict=True) if run.recipe])
-    fields = [name for name in differing if name != "data" and _is_allowed(name, allowed)]
-    named = []
-    for run, known in zip(runs, terms, strict=True):
-        options = run.recipe.get("options") or {}
-        shown = [name for name in fields if name != "epochs" or _is_plain(options)]
-        said = {"epochs": options.get("epochs")} | known.fields  # an unfinished run has them in its recipe only
-        extra = (f"{name}={said[name]}" for name in shown if said.get(name) is not None)
-        named.append(replace(run, row=" ".join([_row_name(run), *extra])))
-    return _cut_apart(named)
-
-
-def _row_name(run: Record) -> str:
-    """Method, allocation and options. The epochs of plain training have a column of their own."""
-    if not run.recipe:
-        return str(run.path)
-    options = run.recipe.get("options") or {}
-    hidden = ("epochs", "iterations", "small") if _is_plain(options) else ()
-    shown = (f"{key}={value}" for key, value in options.items() if key not in hidden)
-    method = run.recipe["method"]
-    name = run.method if run.trains_dense else f"{method}:{run.recipe.get('allocation')}"
-    return " ".join([name, *shown])
-
-
-def _is_plain(options: Mapping[str, Any]) -> bool:
-    """True if its epochs are those of the whole training."""
-    return not {"steps", "finetune"} & options.keys()
-
-
-def _cut_apart(runs: Sequence[Record]) -> list[Record]:
-    """Add the partition to row names where runs of the same name differ in it."""
-    by_name: dict[str, list[Mapping[str, str]]] = {}
-    for run in runs:
-        by_name.setdefault(run.row, []).append(_cut(run))
-    named = []
-    for run in runs:
-        own = _cut(run)
-        differing = [name for name in own if len({other[name] for other in by_name[run.row] if name in other}) > 1]
-        named.append(replace(run, row=" ".join([run.row, *(f"{name}={own[name]}" for name in differing)])))
-    return named
-
-
-def _cut(run: Record) -> dict[str, str]:
-    """The partition of a sparse run, if its recipe has one."""
-    if run.trains_dense:
-        return {}
-    cut = {}
-    if parts := run.recipe.get("parts"):
-        kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(parts.get("name"))).lower()
-        cut["parts"] = f"{kind}({', '.join(str(value) for key, value in parts.items() if key != 'name')})"
-    return cut
-
-
 # How runs on a page differ
 
 
@@ -251,8 +184,6 @@ def variant(run: Record) -> Json:
     """Settings in which runs of one method and sparsity can differ, by dotted names. Dense runs: also their epochs."""
     hidden = {"task", "method", "seed", "sparsity", *run.tuning.get("grid", {})}  # tuned settings are shown elsewhere
     found = _without(settings(run), hidden | (ROW | SPARSE if run.trains_dense else set()))
-    # the path of initial weights does not matter, and each seed may have its own
-    found["weights"] = "pretrained" if found.get("weights") else "new"
     length = {"epochs": run.epochs} if run.is_dense else {}
     return length | {name: value for name, value in found.items() if value != {}}
 

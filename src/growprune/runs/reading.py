@@ -5,27 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from growprune.engine.folder import RESULT, RunFolder
 from growprune.errors import GrowpruneError
 from growprune.files import json_file
 from growprune.files.json_file import NUMBER
 from growprune.runs.record import TUNING, Record
+from growprune.runs.result import Json, Result
 
-_RESULT: json_file.Names = {
-    **{"recipe.task.name": str, "recipe.method": str, "recipe.sparsity": NUMBER, "recipe.options": dict},
-    **{"recipe.seed": int, "recipe.accumulate?": int, "seed": int, "metric": str, "lower_is_better": bool},
-    **{"environment": dict, "origin": dict, "origin.source?": str, "origin.settings?": dict},
-    **{"data?": dict, "data?.num_batches": int, "validation": dict, "validation.*": NUMBER},
-    **{"history": list, "history.*.loss?": NUMBER, "history.*.iteration?": int, "history.*.validation?": dict},
-    **{"sparsity.rows": list, "sparsity.rows.*.name": str, "sparsity.rows.*.size": int},
-    **{"sparsity.rows.*.target?": NUMBER, "sparsity.rows.*.sparsity": NUMBER, "sparsity.totals.sparsity": NUMBER},
-    **{"sparsity.totals.flops_dense?": int, "sparsity.totals.flops_sparse?": int},
-    **{"peak_bytes": int, "seconds": NUMBER, "training_iterations?": int, "training_examples?": int},
-    **{"training_flops?": NUMBER, "peak_alive?": int, "average_alive?": NUMBER},
+FORMAT = 3
+"""Format version of run folders. A run of another format is refused."""
+OWN = ("recipe", "format", "inode", "job")
+"""Keys of recipe.json that are not part of the origin."""
+_RECIPE: json_file.Names = {
+    **{"recipe.task.name": str, "recipe.method": str, "recipe.sparsity": NUMBER, "recipe.options?": dict},
+    **{"recipe.seed?": int, "recipe.accumulate?": int, "format?": int, "inode?": int, "job?": str},
+    **{"source?": str, "settings?": dict, "settings?.*": str, "row?": str, "files?": dict, "files?.*": str},
 }
-"""Fields of a result that tables and pages need, in addition to those of the engine."""
 _TUNING: json_file.Names = {
     **{"row": str, "sparsity": NUMBER, "grid": dict, "grid.*": list, "size": int, "seed": int, "metric": str},
     **{"chosen?": str, "folder?": str, "points": list, "points.*.name": str, "points.*.folder": str},
@@ -72,28 +67,45 @@ def _names(places: Sequence[Path]) -> list[str]:
     return [folder.relative_to(common).as_posix() for folder in folders]
 
 
-def read_run(place: Path, name: str = "") -> Record:
-    """Read a run from its folder, or from a result file."""
+def read_recipe(folder: Path) -> Json:
+    """Read recipe.json. Raise GrowpruneError if the folder has no run, or one of another format."""
+    file = folder / "recipe.json"
     try:
-        return _read(place, name)
+        content = json_file.read(file, _RECIPE, "restore a copy of it, or start a new run elsewhere")
+    except OSError as error:
+        raise GrowpruneError(
+            f"{folder} is no run folder: cannot read {file.name} ({error.strerror or error}). Give the folder that "
+            f"was --out of `growprune train`"
+        ) from error
+    if (found := content.get("format") or 1) != FORMAT:
+        age, remedy = ("a newer", "upgrade growprune") if found > FORMAT else ("an older", "start a new run")
+        raise GrowpruneError(
+            f"{folder} was started by {age} growprune: it has format {found}, this version reads {FORMAT}. Use that "
+            f"version, or {remedy}"
+        )
+    return content
+
+
+def origin_of(content: Json) -> Json:
+    """How to find the recipe again, from the content of recipe.json."""
+    return {name: value for name, value in content.items() if name not in OWN}
+
+
+def read_run(place: Path, name: str = "") -> Record:
+    """Read a run from its folder, or from a result file. A damaged run becomes a record that says why."""
+    file = place if place.is_file() else place / "result.json"
+    try:
+        stored = read_recipe(place) if (place / "recipe.json").exists() else {"recipe": {}}
+        tuning = _read_tuning(file.parent)
+        if not file.exists():
+            return Record(place, name, stored["recipe"], origin_of(stored), tuning=tuning)
+        result = Result.read(file)
+        return Record(place, name, result.recipe, origin_of(stored) or result.origin, result, tuning=tuning)
     except (GrowpruneError, OSError) as error:
         return Record(place, name, damage=" ".join(str(error).split()))
 
 
-def _read(place: Path, name: str) -> Record:
-    folder = RunFolder(place)
-    file = place if place.is_file() else folder.result
-    remedy = "remove it and resume the run to write it again, or leave it out"
-    result = json_file.read(file, {**_RESULT, **RESULT}, remedy) if file.exists() else None
-    origin = folder.read_origin() if folder.recipe.exists() else {}
-    tuning = _read_tuning(file.parent)
-    if result is not None:
-        return Record(place, name, result["recipe"], origin or result["origin"], result, tuning=tuning)
-    recipe = folder.read_recipe()["recipe"] if folder.recipe.exists() else {}
-    return Record(place, name, recipe, origin, tuning=tuning)
-
-
-def _read_tuning(folder: Path) -> dict[str, Any]:
+def _read_tuning(folder: Path) -> Json:
     """Read tuning.json of the row of a run, if the run is a point of a grid."""
     file = folder.parent.parent / TUNING
     if not file.exists():

@@ -8,12 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from growprune.engine.metric import Metric
 from growprune.files import json_file
 from growprune.files.json_file import NUMBER
 from growprune.logs.rows import StandingRows, read_events
-
-Json = dict[str, Any]
+from growprune.runs.metric import Metric
+from growprune.runs.result import Json, Result
 
 DENSE = "dense"
 """The method of the dense baseline. Any other method is one of those compared, also at sparsity 0."""
@@ -85,12 +84,10 @@ class Record:
     """The recipe as JSON values. Empty if the run has not started."""
     origin: Json = field(default_factory=dict)
     """How to find the recipe again, if the command line started the run."""
-    result: Json | None = None
-    """The content of `result.json`, if the run is finished."""
+    result: Result | None = None
+    """What it has found out, if it is finished."""
     damage: str = ""
     """What is wrong with its files, in one line. Empty if nothing is."""
-    row: str = ""
-    """The row of the table that it belongs to, if any."""
     tuning: Json = field(default_factory=dict)
     """How its row was tuned, as in `tuning.json`. Empty without tuning."""
 
@@ -185,7 +182,7 @@ class Record:
     def history(self) -> list[Json]:
         """One row per epoch. Branches of a fork have rows of the same epoch."""
         if self.result is not None:
-            return list(self.result["history"])
+            return self.result.history
         rows = {(e["stage"], e["branch"], e["iteration"]): e for e in self.events if e["event"] == "epoch"}
         standing = [rows[row.stage, row.branch, row.iteration] for row in StandingRows(self.events)]
         return sorted(standing, key=lambda e: (e["epoch"], e["stage"], -1 if e["branch"] is None else e["branch"]))
@@ -193,11 +190,11 @@ class Record:
     @property
     def epochs(self) -> int:
         """Epochs trained so far, in all phases and branches."""
-        done, data = self.figure("training_iterations"), self.figure("data")
-        if not done or not data:
+        result = self.result
+        if result is None or not result.training_iterations or not result.data:
             return len(self.history)
-        per_epoch: int = max(1, math.ceil(data["num_batches"] / (self.recipe.get("accumulate") or 1)))
-        return round(int(done) / per_epoch)
+        per_epoch: int = max(1, math.ceil(result.data["num_batches"] / (self.recipe.get("accumulate") or 1)))
+        return round(result.training_iterations / per_epoch)
 
     @property
     def final_epochs(self) -> int | None:
@@ -209,17 +206,19 @@ class Record:
     @cached_property
     def metric(self) -> Metric:
         """The metric of the run."""
-        return Metric.of(self.result if self.result is not None else next(iter(self.history), {}))
+        if self.result is not None:
+            return Metric(self.result.metric, self.result.lower_is_better)
+        return Metric.of(next(iter(self.history), {}))
 
     @property
-    def quality(self) -> float | None:
+    def test(self) -> float | None:
         """The metric of the last model on test data."""
-        return (self.figure("test") or {}).get(self.metric.name)
+        return None if self.result is None else self.result.test.get(self.metric.name)
 
     @property
     def validation(self) -> float | None:
         """The metric of the last model on validation data, which may select runs."""
-        return (self.figure("validation") or {}).get(self.metric.name)
+        return None if self.result is None else self.result.validation.get(self.metric.name)
 
     @property
     def num_prunable(self) -> float | None:
@@ -227,10 +226,48 @@ class Record:
         own = self.total("prunable")
         return None if own is None else own / self.small.get("weights", 1)
 
+    @property
+    def reached(self) -> float | None:
+        """The sparsity of the last model. For a small model, as a model with the weights of the full one."""
+        prunable = self.num_prunable
+        return None if prunable is None else 1 - self.total("alive") / prunable if prunable else 0.0
+
+    @property
+    def peak_alive(self) -> float | None:
+        """The most weights alive at once, as a share of the prunable ones."""
+        return _share(self.figure("peak_alive"), self.num_prunable)
+
+    @property
+    def average_alive(self) -> float | None:
+        """Live weights per iteration, as a share of the prunable ones."""
+        return _share(self.figure("average_alive"), self.num_prunable)
+
+    @property
+    def dense_flops(self) -> float | None:
+        """FLOPs of the forward pass of the dense model, for one example. For a small model, of the full one."""
+        own = self.total("flops_dense")
+        return own / self.small.get("flops", 1) if own else None
+
+    @property
+    def inference_flops(self) -> float | None:
+        """FLOPs of the forward pass of the last model, as a share of the dense model."""
+        return _share(self.total("flops_sparse"), self.dense_flops)
+
+    def training_flops(self, dense_epochs: float | None = None) -> float | None:
+        """FLOPs of the training, as a share of dense training for some epochs. By default, for as many as its own."""
+        examples, epochs, dense = self.figure("training_examples"), self.epochs, self.dense_flops
+        if not examples or not epochs or not dense:
+            return None
+        return _share(self.figure("training_flops"), 3 * dense * examples * (dense_epochs or epochs) / epochs)
+
     def figure(self, name: str) -> Any:
-        """An entry of the result. None if unknown."""
-        return None if self.result is None else self.result.get(name)
+        """A field of the result. None if unknown."""
+        return getattr(self.result, name, None)
 
     def total(self, name: str) -> Any:
         """A total of the final model. None if unknown."""
-        return None if self.result is None else self.result["sparsity"]["totals"].get(name)
+        return None if self.result is None else self.result.sparsity["totals"].get(name)
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from growprune.engine.metric import decimals, in_full
 from growprune.runs.comparable import say_grid
-from growprune.runs.record import Json, Record
+from growprune.runs.metric import decimals, in_full
+from growprune.runs.record import Record
+from growprune.runs.result import Json
 
 HEAD = ("row", "chosen", "validation", "grid", "tuning runs", "failed")
 FAILED = "failed"
@@ -61,7 +62,31 @@ def notes_of(tunings: Sequence[Json]) -> list[str]:
     notes = [_say_grid(grid, alike) for grid, alike in by_grid.items()]
     for each in [each for each in tunings if len(each["points"]) < each["size"]]:
         notes.append(f"{name_of(each)}: the {each['size']} points give {len(each['points'])} different runs")
-    return notes
+    return [*notes, *_say_edges(tunings)]
+
+
+def _say_edges(tunings: Sequence[Json]) -> list[str]:
+    """Name the settings whose best value is the smallest or the largest of the grid: the best may lie beyond it."""
+    edges: dict[tuple[str, str], list[str]] = {}
+    for each in tunings:
+        tried = [point.get("settings", {}) for point in each["points"]]
+        chosen: Json = next((p.get("settings", {}) for p in each["points"] if p["name"] == each["chosen"]), {})
+        for key, text in chosen.items():
+            values = {value for settings in tried if (value := _number(settings.get(key))) is not None}
+            if len(values) > 1 and (value := _number(text)) in (min(values), max(values)):
+                edge = "smallest" if value == min(values) else "largest"
+                edges.setdefault((key, edge), []).append(f"{name_of(each)} ({text})")
+    return [
+        f"the best {key} is the {edge} of the grid for {', '.join(rows)}: a wider grid may give better results"
+        for (key, edge), rows in edges.items()
+    ]
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
 
 
 def _say_grid(grid: str, alike: Sequence[Json]) -> str:

@@ -23,6 +23,7 @@ from growprune.engine.recipe import Recipe
 from growprune.recipes import find
 from growprune.report.page import render
 from growprune.runs import find_runs
+from growprune.runs.metric import Metric
 from growprune.tasks.language import Language
 from growprune.tasks.language.data import cut
 
@@ -194,7 +195,7 @@ def test_training_lowers_the_bits_and_the_lowest_validation_is_the_best(tmp_path
     assert result["validation"]["bits_per_byte"] < 7.5
     assert (result["metric"], result["lower_is_better"]) == ("bits_per_byte", True)
     comparison = of_runs([tmp_path / "run"])
-    assert (comparison.metric, comparison.lower_is_better) == ("bits_per_byte", True)
+    assert comparison.metric == Metric("bits_per_byte", lower_is_better=True)
     page = render(find_runs([tmp_path / "run"]), "/* drawn by nobody */")
     assert f"cyclic_gap reaches bits_per_byte {result['test']['bits_per_byte']:.3f} on test data" in page
 
