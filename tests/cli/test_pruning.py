@@ -82,14 +82,16 @@ def test_calibration_never_sees_what_is_held_out(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("by", "pattern", "sparsity"), [("sparsegpt", "2:4", None), ("wanda", "", 0.7), ("magnitude", "", None)]
+    ("by", "pattern", "sparsity", "trained"),
+    [("sparsegpt", "2:4", None, {}), ("wanda", "", 0.7, {"reconstruct": 6, "steps": 2}), ("magnitude", "", None, {})],
 )
 def test_the_command_and_python_give_the_same(
-    folder: Path, tmp_path: Path, by: str, pattern: str, sparsity: float | None
+    folder: Path, tmp_path: Path, by: str, pattern: str, sparsity: float | None, trained: dict[str, int]
 ) -> None:
     text, out = folder / "text.txt", tmp_path / "pruned"
     how = ["--pattern", pattern] if pattern else []
     how += ["--sparsity", str(sparsity)] if sparsity else []
+    how += [word for name, count in trained.items() for word in (f"--{name}", str(count))]
     found = run(
         "prune", folder / "dense", "--by", by, "--text", text, "--out", out, "--samples", 9, "--length", 24, *how
     )
@@ -97,7 +99,9 @@ def test_the_command_and_python_give_the_same(
     how_measured = {"length": 24, "part": "held-out"}
     before = gp.perplexity(model, tokenizer, text, **how_measured)
     batches = gp.text_batches(tokenizer, text, samples=9, length=24)
-    sparse = gp.prune_pretrained(model, batches, by=by, sparsity=sparsity or 0.5, pattern=pattern or "unstructured")
+    sparse = gp.prune_pretrained(
+        model, batches, by=by, sparsity=sparsity or 0.5, pattern=pattern or "unstructured", **trained
+    )
     after = gp.perplexity(model, tokenizer, text, **how_measured)
     assert found["perplexity"]["before"] == before
     assert found["perplexity"]["after"] == after

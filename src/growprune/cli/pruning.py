@@ -32,6 +32,10 @@ def prune(
     by: Annotated[str, typer.Option(help="sparsegpt, wanda or magnitude.")] = "sparsegpt",
     sparsity: Annotated[float | None, typer.Option(help="Fraction of zeros in each layer. Default: 0.5.")] = None,
     pattern: Annotated[str, typer.Option(help="unstructured, a block such as 1x8, or N:M such as 2:4.")] = "",
+    reconstruct: Annotated[
+        int, typer.Option(min=0, help="Steps to train each block for the output of the dense block; 64, say.")
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Prune in several steps, each with new statistics.")] = 1,
     samples: Annotated[int, typer.Option(min=1, help="Windows of the text to calibrate with.")] = 128,
     length: Length = 512,
     seed: Annotated[int, typer.Option(help="Seed of the choice of windows.")] = 0,
@@ -66,7 +70,15 @@ def prune(
     started = time.monotonic()
     with _bar(f"pruning by {by}") as show:
         sparse = prune_pretrained(
-            model, batches, sparsity=sparsity, by=by, pattern=parsed, unreached="magnitude", progress=show
+            model,
+            batches,
+            sparsity=sparsity,
+            by=by,
+            pattern=parsed,
+            unreached="magnitude",
+            reconstruct=reconstruct,
+            steps=steps,
+            progress=show,
         )
     seconds = time.monotonic() - started
     with _bar("perplexity after") as show:
@@ -82,6 +94,8 @@ def prune(
         "pattern": parsed.name,
         "sparsity": sparse.sparsity,
         "perplexity": {"before": before, "after": after, "length": length, "stride": length, "text": str(text)},
+        "reconstruct": reconstruct,
+        "steps": steps,
         "samples": samples,
         "seconds": seconds,
     }

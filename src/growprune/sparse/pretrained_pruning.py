@@ -17,13 +17,15 @@ from growprune.masks.bits import pack
 from growprune.masks.inspection import output_layers
 from growprune.masks.layers import Weight
 from growprune.masks.partition import blocks_of
-from growprune.masks.patterns import Pattern
+from growprune.masks.patterns import NofM, Pattern, parse_pattern
 from growprune.masks.ranking import check_finite
 from growprune.plan import prune
+from growprune.plan.settings import check_counts
 from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
 from growprune.sparse.checks import check_model
 from growprune.sparse.group_choice import chosen_in_all, to_matrix, wanda_mask, write_matrix
 from growprune.sparse.model import SparseModel, check_sparse_model
+from growprune.sparse.reconstruction import checked_sizes, reconstruct, recorded, without_caches
 from growprune.sparse.sparsegpt import DAMPENING, inverse_factor, sparsegpt_pruned
 
 CRITERIA = ("sparsegpt", "wanda", "magnitude")
@@ -42,6 +44,8 @@ def prune_pretrained(
     forward: Forward | None = None,
     ranked: str = "row",
     unreached: str = "error",
+    reconstruct: int = 0,
+    steps: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
     **settings: Any,
 ) -> SparseModel:
@@ -50,7 +54,7 @@ def prune_pretrained(
     Args:
         model: a trained model. Its weights are changed.
         batches: the calibration: a few batches of typical inputs, as tensors, tuples (positional arguments) or dicts
-            (keyword arguments). They are moved to the model's device. by="magnitude" needs none.
+            (keyword arguments). They are moved to the model's device. by="magnitude" needs none without `reconstruct`.
         sparsity: the fraction of zeros in each layer.
         by: "sparsegpt" chooses by the error of a layer's output, and adjusts the remaining weights to reduce it.
             "wanda" chooses by |w| times the norm of its input, and "magnitude" by |w|; neither changes the rest.
@@ -60,7 +64,10 @@ def prune_pretrained(
         forward: computes a batch, as forward(model, batch), if the model cannot be called with it directly.
         ranked: whether Wanda ranks each output "row" on its own, or the whole "layer".
         unreached: what to do with layers that no batch reaches: "error", or "magnitude" to prune them by |w|.
-        progress: called with (blocks done, blocks in all).
+        reconstruct: train each block, after it was pruned, for this many steps of Adam (64, say) to compute what the
+            dense block computed on the calibration data. Only weights that are left, biases and norms change.
+        steps: prune in this many steps, each with statistics of its own. The density falls by the same factor in each.
+        progress: called with (blocks done, blocks in all), in each step.
         settings: further arguments of `SparseModel`, such as include, storage and seed.
 
     Examples:
@@ -70,8 +77,13 @@ def prune_pretrained(
         96
     """
     check_model(model)
-    _check(model, by, ranked, unreached, allocation or "uniform")
-    batches = None if by == "magnitude" else read_batches(batches)
+    _check(model, by, ranked, unreached, allocation or "uniform", reconstruct)
+    check_counts(1, steps=steps)
+    if steps > 1 and isinstance(parse_pattern(pattern), NofM):
+        raise GrowpruneError(
+            f"steps={steps} does not work with the pattern {pattern}, which has one sparsity: use steps=1"
+        )
+    batches = None if by == "magnitude" and not reconstruct else read_batches(batches)
     if keep_dense == "auto":
         keep_dense = output_layers(model, batches[0] if batches and forward is None else None)[0]
     sparse = SparseModel(
@@ -82,8 +94,10 @@ def prune_pretrained(
         keep_dense=keep_dense,
         **settings,
     )
-    how: dict[str, Any] = {"ranked": ranked, "unreached": unreached, "progress": progress}
-    prune_by_data(sparse, batches, by=by, forward=forward, **how)
+    how: dict[str, Any] = {"ranked": ranked, "unreached": unreached, "reconstruct": reconstruct, "progress": progress}
+    for step in range(1, steps + 1):
+        to = sparse.target_sparsity if step == steps else 1 - (1 - sparse.target_sparsity) ** (step / steps)
+        prune_by_data(sparse, batches, to=to, by=by, forward=forward, **how)
     return sparse
 
 
@@ -96,6 +110,7 @@ def prune_by_data(
     forward: Forward | None = None,
     ranked: str = "row",
     unreached: str = "error",
+    reconstruct: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Prune a SparseModel as `prune_pretrained` does, and update the state of attached optimizers.
@@ -106,25 +121,27 @@ def prune_by_data(
     """
     check_sparse_model(sparse, "prune_by_data")
     own, to = sparse, sparse.target_sparsity if to is None else to
-    _check(own.model, by, ranked, unreached, own.allocation)
-    if by == "magnitude":
+    _check(own.model, by, ranked, unreached, own.allocation, reconstruct)
+    if by == "magnitude" and not reconstruct:
         sparse.prune(to=to)
     elif kept := _counts(own, to):
-        _BlockByBlock(own, kept, by=by, by_row=ranked == "row").run(
+        _BlockByBlock(own, kept, by=by, by_row=ranked == "row", reconstruct=reconstruct).run(
             read_batches(batches), forward, by_magnitude=unreached == "magnitude", progress=progress
         )
 
 
-def _check(model: nn.Module, by: str, ranked: str, unreached: str, allocation: str) -> None:
+def _check(model: nn.Module, by: str, ranked: str, unreached: str, allocation: str, reconstruct: int) -> None:
     """Raise, before anything is changed, if the arguments are wrong."""
+    check_counts(0, reconstruct=reconstruct)
     choices = {"by": (by, CRITERIA), "ranked": (ranked, ("row", "layer")), "unreached": (unreached, UNREACHED)}
     for name, (value, known) in choices.items():
         if value not in known:
             raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-    if allocation in ("global", "global_no_floor") and by != "magnitude":
+    if allocation in ("global", "global_no_floor") and (by != "magnitude" or reconstruct):
+        what, way = (f"by={by!r}", "by='magnitude'") if by != "magnitude" else ("reconstruct", "reconstruct=0")
         raise GrowpruneError(
-            f"allocation={allocation!r} ranks all layers together, but by={by!r} prunes them one at a time: use "
-            f"allocation='uniform' or 'erk', or by='magnitude'"
+            f"allocation={allocation!r} ranks all layers together, but {what} prunes them one at a time: use "
+            f"allocation='uniform' or 'erk', or {way}"
         )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -152,12 +169,14 @@ class _BlockByBlock:
 
     Args:
         kept: how many groups are live in the end, by the name of each weight to prune.
-        by: "sparsegpt" or "wanda".
+        by: "sparsegpt", "wanda" or "magnitude".
         by_row: let Wanda rank row by row.
+        reconstruct: for how many steps each block is trained after it was pruned.
     """
 
-    def __init__(self, own: SparseModel, kept: Mapping[str, int], *, by: str, by_row: bool) -> None:
+    def __init__(self, own: SparseModel, kept: Mapping[str, int], *, by: str, by_row: bool, reconstruct: int) -> None:
         self._own, self._kept, self._by, self._by_row = own, kept, by, by_row
+        self._steps = reconstruct
         self._weights = [weight for weight in own.weights if weight.name in kept]
         by_parameter = blocks_of(own.model, keep_dense=own.keep_dense, include=own.include)
         self._block_of = {weight.name: by_parameter[weight.parameter] for weight in self._weights}
@@ -165,6 +184,8 @@ class _BlockByBlock:
         """The names of the weights that are pruned already."""
         self._by_magnitude: list[str] = []
         """Those of them that had no input."""
+        self._not_trained: list[str] = []
+        """The blocks whose output could not be seen, so that they were not reconstructed."""
         self._dampened: dict[str, float] = {}
         """The dampening of each Hessian that could not be inverted without it."""
 
@@ -178,9 +199,12 @@ class _BlockByBlock:
     ) -> None:
         own = self._own
         calibration = Calibration(own.model, self._weights, batches, block_of=self._block_of, forward=forward)
+        modules = dict(own.model.named_modules()) if self._steps else {}
+        modules = {name: modules[name] for name in set(self._block_of.values()) if name in modules}
         try:
-            with looking_only(own.model):
-                order, never = calibration.look()
+            with looking_only(own.model), without_caches(own.model):
+                with checked_sizes(modules):
+                    order, never = calibration.look()
                 if never and not by_magnitude:
                     raise GrowpruneError(
                         f"no calibration input reaches {_listed([w.name for w in never])}: pass batches that do, add "
@@ -188,7 +212,13 @@ class _BlockByBlock:
                     )
                 for number, block in enumerate(order):
                     progress(number, len(order))
-                    self._prune(block, calibration.inputs(block, with_products=self._by == "sparsegpt"))
+                    with recorded(modules.get(block)) as calls:
+                        inputs = calibration.inputs(block, with_products=self._by == "sparsegpt")
+                    self._prune(block, inputs)
+                    if calls:
+                        reconstruct(modules[block], calls, steps=self._steps)
+                    elif self._steps:
+                        self._not_trained.append(block)
                 progress(len(order), len(order))
                 for block in dict.fromkeys(b for b in self._block_of.values() if b not in order):
                     self._prune(block, {})
@@ -204,6 +234,8 @@ class _BlockByBlock:
         asked_for = {weight.name for weight in never}
         if lost := [name for name in self._by_magnitude if name not in asked_for]:
             warn(f"{_listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
+        if self._not_trained:
+            warn(f"{_listed(self._not_trained)} cannot be called on its own, so it was not reconstructed")
         if self._dampened:
             warn(
                 f"the Hessian of {_listed(list(self._dampened))} could not be inverted, so it was dampened by "
@@ -230,8 +262,8 @@ class _BlockByBlock:
         matrix, alive = to_matrix(values, weight).to(dtype), to_matrix(mask, weight)
         if total is not None and not total.isfinite().all():
             raise GrowpruneError(f"the inputs of {weight.name} have NaN or infinity, or are too large for {dtype}")
-        if total is None:
-            self._by_magnitude.append(weight.name)
+        if total is None or self._by == "magnitude":
+            self._by_magnitude += [] if self._by == "magnitude" else [weight.name]
             chosen = chosen_in_all(pattern, matrix.abs(), alive, kept)
         elif self._by == "wanda":
             chosen = wanda_mask(matrix, alive, total.to(dtype), kept, pattern, by_row=self._by_row)
