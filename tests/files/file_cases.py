@@ -95,7 +95,45 @@ def with_header(path: Path, header: dict[str, Any], text: str | None = None) -> 
     return other
 
 
-def tampered(path: Path, change: Callable[[dict[str, Tensor], dict[str, str], dict[str, Any]], None]) -> Path:
+Change = Callable[[dict[str, Tensor], dict[str, str], dict[str, Any]], None]
+"""Changes the tensors of a file, its metadata and its manifest."""
+
+
+def tensor(name: str, value: Tensor | None) -> Change:
+    """Another tensor, or none."""
+    return lambda tensors, *_: tensors.pop(name, None) if value is None else tensors.update({name: value})  # type: ignore[return-value]
+
+
+def header(**values: str | None) -> Change:
+    """Other metadata; None removes it."""
+
+    def change(tensors: dict[str, Tensor], about: dict[str, str], manifest: dict[str, Any]) -> None:
+        about |= {name: value for name, value in values.items() if value is not None}
+        for name in [name for name, value in values.items() if value is None]:
+            del about[name]
+
+    return change
+
+
+def settings_of(**values: Any) -> Change:
+    return lambda tensors, about, manifest: manifest.update(values)
+
+
+def entry(without: str = "", **values: Any) -> Change:
+    """Another entry of the tensor `weight` in the manifest."""
+
+    def change(tensors: dict[str, Tensor], about: dict[str, str], manifest: dict[str, Any]) -> None:
+        manifest["tensors"]["weight"].pop(without, None)
+        manifest["tensors"]["weight"].update(values)
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    return lambda *content: [change(*content) for change in changes] and None  # type: ignore[func-returns-value]
+
+
+def tampered(path: Path, change: Change) -> Path:
     """A copy of a file with changes to its tensors, its metadata and its manifest, whose digest is made to fit."""
     tensors, about = stored(path), metadata(path)
     manifest, digest = json.loads(about["manifest"]), about.get("manifest_crc32")

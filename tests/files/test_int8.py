@@ -1,4 +1,4 @@
-"""Values in 8 bits, version 4 of the sparse file: what their bytes are, how exact they are, and what is refused."""
+"""Values in 8 bits: what their bytes are, how exact they are, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ import math
 import runpy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from file_cases import EXAMPLE, FLOATS, PATTERNS, Zoo, assert_same, linear, metadata, stored, tampered, target, zoo
+from file_cases import (
+    EXAMPLE,
+    FLOATS,
+    PATTERNS,
+    Change,
+    Zoo,
+    assert_same,
+    entry,
+    linear,
+    metadata,
+    stored,
+    tampered,
+    target,
+    tensor,
+    zoo,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stacked import Conv1D, Experts
@@ -113,8 +127,8 @@ def test_a_model_of_every_pattern_and_dtype_comes_back(pattern: str, dtype: torc
             assert torch.equal(exact, found), name
     assert all(torch.equal(loaded.masks[name], mask) for name, mask in sparse.masks.items())
     arrays = runpy.run_path(str(EXAMPLE))["read"](path)
-    for name, tensor in file.read(path).items():
-        expected = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    for name, found in file.read(path).items():
+        expected = found.float() if found.dtype == torch.bfloat16 else found
         np.testing.assert_array_equal(arrays[name], expected.numpy(), strict=True)
 
 
@@ -267,30 +281,21 @@ def test_values_that_are_not_finite_are_refused(number: float, tmp_path: Path) -
 
 def test_int8_is_for_sparse_files_only(small: Path) -> None:
     call = lambda: convert(small, small.with_name("dense.safetensors"), to="dense", values="int8")  # noqa: E731
-    refused(call, "values='int8' is for sparse files, but the destination is dense: use --to sparse")
+    refused(call, "'int8'.* dense")
 
 
-def entry(**about: Any) -> Callable[[Any, Any, Any], None]:
-    return lambda tensors, strings, manifest: manifest["tensors"]["weight"].update(about)
+def doubled(name: str) -> Change:
+    return lambda tensors, *_: tensors[name].mul_(2)  # type: ignore[return-value]
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Any, Any], None], str]] = {
-    "other scales": (
-        lambda tensors, about, manifest: tensors["weight.scales"].mul_(2),
-        "has scales of weight whose CRC-32 does not match",
-    ),
-    "other values": (
-        lambda tensors, about, manifest: tensors["weight.values"].mul_(2),
-        "has values of weight whose CRC-32 does not match",
-    ),
-    "one scale": (
-        lambda tensors, about, manifest: tensors.update({"weight.scales": torch.ones(1, 1)}),
-        r"has tensor weight.scales as F32 \[1, 1\], but its manifest says F32 \[3, 1\]",
-    ),
-    "an int8 of integers": (entry(dtype="I64"), "weight has int8 values for torch.int64"),
-    "a negative error": (entry(error=-1.0), "weight has an error of -1.0"),
-    "scales without a digest": (entry(scales_crc32=None), "None is not a size"),
-    "no matrices": (entry(matrices=[]), "weight has int8 values for torch.float32|invalid manifest"),
+REFUSED: dict[str, tuple[Change, str]] = {
+    "other scales": (doubled("weight.scales"), "scales of weight"),
+    "other values": (doubled("weight.values"), "values of weight"),
+    "one scale": (tensor("weight.scales", torch.ones(1, 1)), r"weight\.scales .*\[1, 1\].*\[3, 1\]"),
+    "an int8 of integers": (entry(dtype="I64"), "torch.int64"),
+    "a negative error": (entry(error=-1.0), "-1.0"),
+    "scales without a digest": (entry(scales_crc32=None), "None"),
+    "no matrices": (entry(matrices=[]), "manifest"),
 }
 
 

@@ -49,7 +49,7 @@ def save_arrays(source: Path, key: str, arrays: Arrays) -> None:
     try:
         keyed: Any = {KEY: np.array(key), **arrays}
         _file(source).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(_file(source)) as stream:  # a concurrent reader sees the old one or the new one
+        with replacing(_file(source)) as stream:  # a concurrent reader sees the old file or the new one
             np.savez(stream, **keyed)
     except (OSError, RuntimeError) as error:
         log.info("data of %s is not cached: %s", source, error)
@@ -67,6 +67,6 @@ def key_of(source: Path, names: Iterable[str], version: str) -> str:
         try:
             stat = (source / name).stat()
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-        except (OSError, ValueError):  # who reads it will say what is wrong with it
+        except (OSError, ValueError):  # reading it later will raise
             digest.update(f"{name}\0missing\n".encode())
     return digest.hexdigest()

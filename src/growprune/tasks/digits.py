@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.errors import GrowpruneError, need
-from growprune.tasks.task import Split, Task, with_channels
+from growprune.errors import need
+from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,7 @@ class Digits(Task):
     initialises_modules = True
 
     def __post_init__(self) -> None:
-        for name in ("width", "batch_size"):
-            if getattr(self, name) < 1:
-                raise GrowpruneError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if not 0 <= self.label_smoothing < 1:
-            raise GrowpruneError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        check_fields(self, least={"width": 1, "batch_size": 1}, rates=("label_smoothing",))
 
     def build_model(self) -> nn.Module:
         return DigitsNet(self.width)

@@ -23,7 +23,9 @@ class Shareable(Task):
     def for_replica(self, index: int, count: int) -> Self:
         """The same task for replica `index` of `count`; see `Task`."""
         task = copy.copy(self)
-        object.__setattr__(task, "_replica", (index, count))  # not a setting of the dataclass: it changes no result
+        object.__setattr__(
+            task, "_replica", (index, count)
+        )  # not a field of the dataclass, because it does not change results
         return task
 
 
@@ -59,8 +61,8 @@ def decoding(
     return DataLoader(
         dataset,
         batch_sampler=batches,  # type: ignore[arg-type]  # torch says lists, and takes any sequence
-        num_workers=min(workers, num_cores()),  # more are slower, and torch warns of them
+        num_workers=min(workers, num_cores()),  # more workers are slower, and torch warns
         collate_fn=collate,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # else it draws from the global one, and resuming within an epoch would show
+        generator=torch.Generator(),  # without it, the loader would change the global generator
     )

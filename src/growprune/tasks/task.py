@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
 
 Split = Literal["validation", "test"]
 
@@ -111,6 +113,16 @@ class Task(ABC):
     def reads_files(self) -> bool:
         """True if the task has a field `data`, which `--data` sets."""
         return dataclasses.is_dataclass(self) and "data" in {field.name for field in dataclasses.fields(self)}
+
+
+def check_fields(task: Task, *, least: Mapping[str, float], rates: Sequence[str] = ()) -> None:
+    """Raise unless fields are at least these values, and rates are in [0, 1)."""
+    for name, limit in least.items():
+        if getattr(task, name) < limit:
+            raise GrowpruneError(f"{name} must be >= {limit}, got {getattr(task, name)}")
+    for name in rates:
+        if not 0 <= getattr(task, name) < 1:
+            raise GrowpruneError(f"{name} must be in [0, 1), got {getattr(task, name)}")
 
 
 def with_channels(task: Task, name: str, multiple: int = 1, *others: str) -> list[Task]:

@@ -22,7 +22,7 @@ from growprune.tasks.classification import augment, images, sources
 from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem, initialise
 from growprune.tasks.classification.sources import Array
 from growprune.tasks.image_loading import Shareable
-from growprune.tasks.task import Split, Task, with_channels
+from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 UNREADABLE = -100
 """The label of an image that cannot be read; its loss is 0."""
@@ -46,8 +46,8 @@ class Classification(Shareable):
     image_size: int = 224
     batch_size: int = 256
     crop: Literal["resized", "padded"] = "resized"
-    """"resized": train on random parts of images, evaluate their centres. "padded": images of `image_size` already,
-    which are shifted by up to 4 pixels to train on, and evaluated whole."""
+    """"resized": train on random parts of images, evaluate their centres. "padded": for images that have `image_size`;
+    shift them by up to 4 pixels in training, evaluate them whole."""
     min_scale: float = 0.08
     """Smallest area of a resized crop, as a fraction of the image."""
     mixup: float = 0.0
@@ -74,14 +74,11 @@ class Classification(Shareable):
                 raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.in_memory and self.crop != "padded":
             raise GrowpruneError(f"in_memory needs crop='padded', got {self.crop!r}. Set task.in_memory=false")
-        # A single image has no statistics to normalise with.
-        for name, least in {"width": 1, "num_classes": 2, "image_size": 1, "batch_size": 2, "workers": 0}.items():
-            if getattr(self, name) < least:
-                raise GrowpruneError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        # Batch norm cannot normalise a batch of one image.
+        least = {"width": 1, "num_classes": 2, "image_size": 1, "batch_size": 2, "workers": 0}
+        check_fields(self, least=least, rates=("label_smoothing",))
         if not 0 < self.min_scale <= 1:
             raise GrowpruneError(f"min_scale must be in (0, 1], got {self.min_scale}")
-        if not 0 <= self.label_smoothing < 1:
-            raise GrowpruneError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if self.mixup < 0:
             raise GrowpruneError(f"mixup must be >= 0 (0: no mixup), got {self.mixup}")
         if min(self.std) <= 0:
@@ -104,13 +101,13 @@ class Classification(Shareable):
         if images < 2:
             raise GrowpruneError(f"{self.data}: training needs at least 2 readable images, got 1")
         full, rest = divmod(images, self.batch_size)
-        return full + (rest > 1)  # a last batch of one image has no statistics to normalise with, and is left out
+        return full + (rest > 1)  # batch norm cannot normalise a last batch of one image
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
         train = self._indices("train")
         order = train[np.random.default_rng(seed).permutation(len(train))]
         groups = self._groups(order)[start : self.num_batches()]
-        if not groups:  # an epoch can be entered at its end
+        if not groups:  # the epoch may start at its end
             return
         pairs = self._in_memory(groups, device) if self.in_memory else self._streamed(groups, seed, device)
         for number, (pixels, labels) in enumerate(pairs, start):
@@ -153,7 +150,7 @@ class Classification(Shareable):
     def _groups(self, indices: Array) -> list[Array]:
         return [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
 
-    # Pixels (B, H, W, 3), cropped to image_size, and labels: at random with a seed, the centre without.
+    # Both yield pixels (B, H, W, 3), cropped to image_size, and labels. Crops are random if there is a seed.
 
     def _streamed(self, groups: list[Array], seed: int | None, device: torch.device) -> Iterator[Batch]:
         source = sources.load(self.data, self.num_classes)
@@ -162,12 +159,12 @@ class Classification(Shareable):
         wanted = images.all_of if seed is None else self._looked_at
         found = images.read(reader, groups, account, workers=self.workers, device=device, wanted=wanted)
         for group, (pixels, is_good) in zip(groups, found, strict=True):
-            # kept in its batch, without a label, so that replicas that did not try to read it have the same batch
+            # a bad image stays in its batch without a label, so that all replicas have the same batch
             labels = torch.from_numpy(source.labels[group]).masked_fill(~is_good, UNREADABLE)
             yield pixels, labels.to(device, non_blocking=True)
 
     def _looked_at(self, count: int) -> Array:
-        """The images of a batch that this replica uses. With mixup, also those before them, which are mixed in."""
+        """Select the images of a batch that this replica uses; with mixup, also those before them."""
         index, replicas = self._replica
         mine: Array = np.arange(count) % replicas == index
         return mine | np.roll(mine, -1) if self.mixup else mine
@@ -188,13 +185,11 @@ class Classification(Shareable):
                 f"{height}. Set task.image_size"
             )
         order = torch.from_numpy(np.concatenate(groups))
-        if device.type == "cuda":  # from where a copy does not make the GPU wait
+        if device.type == "cuda":  # copying pinned memory does not make the GPU wait
             order = order.pin_memory()
         order = order.to(device, non_blocking=True)
         for indices in torch.split(order, self.batch_size):
             yield decoded.pixels[indices], decoded.labels[indices]
-
-    # What is done to them
 
     def _augmented(self, pixels: Tensor, labels: Tensor, seed: int, number: int) -> Batch:
         device, count = pixels.device, len(pixels)
@@ -217,7 +212,7 @@ class Classification(Shareable):
 
 
 def score(logits: Tensor, labels: Tensor) -> Tensor:
-    """Number of correct top-1 and top-5 predictions, and the sum of the losses."""
+    """Count correct top-1 and top-5 predictions, and add up the losses."""
     guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
     is_right = guesses == labels[:, None]
     loss = F.cross_entropy(logits, labels, reduction="sum")

@@ -1,4 +1,4 @@
-"""Reading images: decoded as they are needed by worker processes, or all at once and then kept on the device."""
+"""Reads images: worker processes decode them when they are needed, or all are decoded once and kept on the device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from growprune.tasks.image_loading import decoding, pillow, to_rgb, unreadable
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom in pixels."""
 Boxes = Callable[[int, int, int], Box]
-"""The box to take of an image, by its number, width and height."""
+"""Returns the box to cut out of an image, from its number, width and height."""
 
 CENTRE = 224 / 256
-"""The share of the shorter side that is evaluated."""
+"""The fraction of the shorter side that is evaluated."""
 
 
 def centre_box(index: int, width: int, height: int) -> Box:
-    """The box of a centre crop: resize the shorter side to 256 pixels, and cut 224 x 224 from the centre."""
+    """Return the box of a centre crop: the central 224 x 224 if the shorter side had 256 pixels."""
     del index
     side = CENTRE * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
@@ -37,24 +37,24 @@ def centre_box(index: int, width: int, height: int) -> Box:
 
 
 def random_box(index: int, width: int, height: int, *, seed: int, min_scale: float) -> Box:
-    """The box of a random resized crop, which depends on the seed and the image's number."""
+    """Draw the box of a random resized crop. It depends only on the seed and the number of the image."""
     numbers = torch.rand(1, NUM_TRIES + 1, 2, generator=generator("cpu", seed, index))
     left, top, right, bottom = draw_boxes(numbers, width, height, min_scale)[0].tolist()
-    return left, top, min(right, width), min(bottom, height)  # which rounding may have passed
+    return left, top, min(right, width), min(bottom, height)  # rounding may exceed them
 
 
 @dataclass(frozen=True, eq=False)
 class Reader(Dataset[tuple[int, "Array | str | None"]]):
-    """Decodes one image at a time: its number and pixels (H, W, 3), or why it cannot be read.
+    """Decodes one image at a time: its number and pixels (H, W, 3), or the reason why it cannot be read.
 
-    Asked for (number, False), it decodes nothing: the image only keeps its place in a batch.
+    For (number, False) it decodes nothing: the image only keeps its place in the batch.
     """
 
     source: Source
     size: tuple[int, int]
-    """Width and height of all images that come out."""
+    """Width and height of all decoded images."""
     boxes: Boxes | None
-    """Function that returns the box to take of each image. None: the whole image, which must have the right size."""
+    """Returns the box to cut out of each image. None: the whole image, which must have the right size."""
 
     def __getitem__(self, wanted: tuple[int, bool]) -> tuple[int, Array | str | None]:
         index, is_wanted = wanted
@@ -75,7 +75,7 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
                 return np.array(to_rgb(image))
             left, top, right, bottom = self.boxes(index, width, height)
             across, down = self.size[0] / (right - left), self.size[1] / (bottom - top)
-            # A JPEG can be decoded at a half, a quarter or an eighth, which saves most of the time if that is enough.
+            # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which saves most of the time if that is enough.
             image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
             x, y = image.size[0] / width, image.size[1] / height
             box = left * x, top * y, min(right * x, image.size[0]), min(bottom * y, image.size[1])
@@ -104,12 +104,12 @@ def read(
     device: torch.device,
     wanted: Callable[[int], Array] = all_of,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Decode groups of images, in order: their pixels (B, H, W, 3), and which could be read (B), on the CPU.
+    """Decode groups of images in order. Yields pixels (B, H, W, 3), and a mask of the readable images (B) on the CPU.
 
-    What could not be read, or is not wanted, is black.
+    Images that cannot be read or are not wanted are black.
 
     Args:
-        wanted: which images of a group are, by its size.
+        wanted: returns a mask of the wanted images of a group, from its size.
     """
     batches = [list(zip(group.tolist(), wanted(len(group)).tolist(), strict=True)) for group in groups]
     collate = functools.partial(_collate, size=reader.size)
@@ -135,7 +135,7 @@ class Decoded:
     """All images of a source, in memory."""
 
     pixels: Tensor
-    """(N, H, W, 3); what could not be read is black, and not to be used."""
+    """(N, H, W, 3); images that cannot be read are black and must not be used."""
     labels: Tensor
     is_good: Array
     """True for images that could be read."""
@@ -143,7 +143,7 @@ class Decoded:
 
 @functools.cache
 def decode_all(data: str, num_classes: int, workers: int) -> Decoded:
-    """Decode images of one size, once in a process."""
+    """Decode images of equal size, once per process."""
     source, account = load(data, num_classes), bad_images(data, num_classes)
     width, height = size = _first_size(source)
     count, cpu = len(source.labels), torch.device("cpu")
@@ -158,7 +158,7 @@ def decode_all(data: str, num_classes: int, workers: int) -> Decoded:
 
 @functools.cache
 def readable(data: str, num_classes: int, num_validation: int, workers: int) -> dict[str, Array]:
-    """The images of each split, less those that cannot be read, which are known once all are decoded."""
+    """Return the readable images of each split. Decodes all images to know them."""
     is_good = decode_all(data, num_classes, workers).is_good
     found = {name: indices[is_good[indices]] for name, indices in splits(data, num_classes, num_validation).items()}
     for name, indices in found.items():
@@ -168,18 +168,18 @@ def readable(data: str, num_classes: int, num_validation: int, workers: int) -> 
 
 @functools.cache
 def decode_to(data: str, num_classes: int, workers: int, device: torch.device) -> Decoded:
-    """The same on a device, where they stay."""
+    """Decode all images and copy them to a device, once."""
     decoded = decode_all(data, num_classes, workers)
     return Decoded(decoded.pixels.to(device), decoded.labels.to(device), decoded.is_good)
 
 
 def _first_size(source: Source) -> tuple[int, int]:
-    """The size of the first image that can be opened."""
+    """Return the size of the first image that can be opened."""
     image_module = pillow("classification")
     for index in range(len(source.labels)):
         try:
             with source.open(index) as file, image_module.open(file) as image:
                 return image.size  # type: ignore[no-any-return]
         except unreadable(image_module):
-            continue  # it is named when it is decoded
+            continue  # decoding will report it
     raise GrowpruneError(f"{source.where}: none of the {len(source.labels)} images can be read. Check the files")

@@ -28,7 +28,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut. The 3 x 3 has the stride: that is what makes it v1.5."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut. As in v1.5, the 3 x 3 convolution has the stride."""
 
     expansion = 4
 
@@ -55,7 +55,7 @@ KINDS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int,
 
 
 class ResNet(nn.Module):
-    """A stem, four stages that each double the width, the mean over positions, and a linear layer.
+    """A stem, four stages that each double the width, average pooling, and a linear layer.
 
     Args:
         stem: "imagenet" halves the image twice before the first stage, "cifar" keeps its size.

@@ -23,14 +23,14 @@ LAYOUT = "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg (jpg, jpeg or png), 
 FOLDERS = {"train": "train", "test": "val"}
 SUFFIXES = (".jpg", ".jpeg", ".png")
 PACKED = ("data", "offsets", "labels", "split", "classes")
-"""What a packed file holds: all files one after another, where each begins and the last ends, the class of each,
+"""The arrays of a packed file: the bytes of all files, their offsets and the end of the last, the class of each file,
 0 for training and 1 for test, and the names of the classes."""
 
 KINDS = {"data": "u", "offsets": "iu", "labels": "iu", "split": "iub"}
 """Allowed numpy kinds of the arrays of numbers."""
 UNREADABLE = (
     *(OSError, ValueError, EOFError, SyntaxError, RuntimeError, zipfile.BadZipFile, zlib.error, tokenize.TokenError),
-    TypeError,  # of a single array, instead of several
+    TypeError,  # a file with a single array instead of several
 )
 """Errors of numpy for a file that is damaged or not an .npz."""
 
@@ -75,7 +75,7 @@ class Folder(Source):
 
 @dataclass(frozen=True, eq=False)
 class Packed(Source):
-    """Images in one file, which is kept in memory as it is."""
+    """Images in one file, which is kept in memory."""
 
     data: Array
     offsets: Array
@@ -86,7 +86,7 @@ class Packed(Source):
 
 @functools.cache
 def load(data: str, num_classes: int) -> Source:
-    """List the images of a data folder or packed file, and check what can be checked without decoding."""
+    """List the images of a data folder or packed file, and check labels and splits. Nothing is decoded."""
     source = _read_packed(data, num_classes) if data.endswith(".npz") else _read_folder(data, num_classes)
     wrong = np.unique(source.labels[(source.labels < 0) | (source.labels >= num_classes)]).tolist()
     if wrong:
@@ -101,7 +101,7 @@ def load(data: str, num_classes: int) -> Source:
 
 @functools.cache
 def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]:
-    """The images of each split. Those for validation are drawn from the training images, the same ones each time."""
+    """Return the images of each split. Validation images are drawn from the training images, always the same."""
     source = load(data, num_classes)
     train = np.flatnonzero(~source.is_test)
     if not 0 < num_validation < len(train) - 1:
@@ -120,7 +120,7 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
 
 @functools.cache
 def bad_images(data: str, num_classes: int) -> dict[bool, BadRecords]:
-    """The bad images of a source, for training (False) and for test (True)."""
+    """Return the counters of bad images of a source, for training (False) and for test (True)."""
     source = load(data, num_classes)
     num_test = int(source.is_test.sum())
     train = BadRecords(source.where_is("train"), len(source.labels) - num_test)
@@ -155,7 +155,7 @@ def _class_folders(split: Path) -> list[str]:
 
 
 def _image_files(folder: Path) -> list[str]:
-    """Image files in sorted order. Empty if the folder does not exist, because val need not have all classes."""
+    """List image files in sorted order. Empty if the folder does not exist, because val may lack classes."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:

@@ -19,10 +19,10 @@ from growprune.tasks.detection.boxes import IMAGE_SIZE, Detections, default_boxe
 from growprune.tasks.detection.coco import Scene, coco_numbers, cocoeval, load
 from growprune.tasks.detection.ssd import SSD, Convolution
 from growprune.tasks.image_loading import Shareable
-from growprune.tasks.task import Split, Task, with_channels
+from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Images, (B, 3, 300, 300); corners of their objects in shares of the image, (B, M, 4); labels, (B, M), 0 for none."""
+"""Images (B, 3, 300, 300), corners of their objects as fractions of the image (B, M, 4), and labels (B, M), 0: none."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class Detection(Shareable):
 
     def __post_init__(self) -> None:
         least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
-        for name, limit in least.items():
-            if getattr(self, name) < limit:
-                raise GrowpruneError(f"{name} must be >= {limit}, got {getattr(self, name)}")
+        check_fields(self, least=least)
 
     def build_model(self) -> nn.Module:
         return SSD(self.depth, width=self.width, num_classes=self.num_classes)
@@ -63,7 +61,7 @@ class Detection(Shareable):
     def initialise(self, module: nn.Module) -> None:
         if isinstance(module, Convolution):
             module.reset_parameters()
-        else:  # of the backbone
+        else:  # the backbone
             initialise(module)
 
     def narrower(self) -> Sequence[Task]:
@@ -73,13 +71,13 @@ class Detection(Shareable):
         return torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE)
 
     def num_batches(self) -> int:
-        cocoeval()  # if that is missing, better to hear of it now than after an epoch
+        cocoeval()  # raise now if pycocotools is missing, not after an epoch
         for split in ("validation", "test"):
-            self.album(split)  # and of pictures that are
+            self.album(split)  # also if pictures are missing
         number = len(self.album("train").scenes)
         if number < 2:
             raise GrowpruneError(f"{self.data}: training needs at least 2 readable images, got 1")
-        # A batch of one image could not be normalised where the feature map has one cell.
+        # Batch norm cannot normalise a batch of one image where the feature map has one cell.
         return min(-(-number // self.batch_size), number // 2)
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
@@ -114,7 +112,7 @@ class Detection(Shareable):
         return multibox_loss(offsets, logits, boxes, labels, default_boxes(images.device))
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
-        """The numbers of COCO, in percent."""
+        """Return the numbers of COCO, in percent."""
         held_out = self.album(split)
         indices = np.arange(len(held_out.scenes))
         batches = np.array_split(indices, -(-len(indices) // self.batch_size))
@@ -145,7 +143,7 @@ def _find(model: nn.Module, pictures: Pictures) -> Detections:
 
 
 def _in_pixels(seen: Detections, scenes: Sequence[Scene]) -> list[npt.NDArray[np.float64]]:
-    """The detections of each scene as (x, y, width, height, score, label)."""
+    """Return the detections of each scene as (x, y, width, height, score, label)."""
     boxes, scores, labels = (tensor.double().cpu().numpy() for tensor in seen)
     tables = []
     for scene, corners, score, label in zip(scenes, boxes, scores, labels, strict=True):

@@ -1,4 +1,4 @@
-"""Pictures from a disk: decoded once and kept in memory, or, if they are too many, read when they are needed."""
+"""Reads pictures: decoded once and kept in memory, or read when they are needed if they are too many."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from growprune.tasks.detection.coco import Scene, load, targets
 from growprune.tasks.image_loading import decoding, pillow, to_rgb, unreadable
 
 MAX_HELD_BYTES = 10**9
-"""A split whose pictures take less, side by side, is kept in memory, on the device that uses it."""
+"""If the padded pictures of a split take less, they are kept in memory, on the device that uses them."""
 MISSING = "there is no such file"
 LONGEST_SIDE = 640
-"""Larger pictures are made smaller as they are read: COCO has none, and the model sees 300 pixels of them."""
+"""Larger pictures are resized when they are read. COCO has none, and the model sees 300 pixels."""
 
 
 Indices = npt.NDArray[np.int64]
 
 
 class Pictures(NamedTuple):
-    """Some pictures in one tensor, each in its upper left corner."""
+    """Some pictures in one padded tensor, each in the upper left corner."""
 
     pixels: Tensor
     """uint8, (B, 3, H, W)"""
     sizes: Tensor
     """Height and width of each, (B, 2)."""
     good: Tensor
-    """False where a picture could not be read, (B), on the CPU."""
+    """False for pictures that cannot be read, (B), on the CPU."""
 
 
 class Album:
-    """A split: its scenes, and a way to their pictures.
+    """The scenes of a split and their pictures.
 
     Args:
         workers: processes that read the pictures when they are needed.
-        bad: names those that cannot be read.
-        decoded: all pictures; then none is read when it is needed.
+        bad: counts pictures that cannot be read.
+        decoded: all pictures, if they are kept in memory.
     """
 
     def __init__(self, scenes: Sequence[Scene], workers: int, bad: BadRecords, decoded: Pictures | None = None) -> None:
@@ -57,10 +57,10 @@ class Album:
     def pictures(
         self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
     ) -> Iterator[Pictures]:
-        """The pictures of each batch of scenes, given by their positions.
+        """Yield the pictures of each batch of scenes, given by their positions.
 
         Args:
-            replica: its number and how many there are: the pictures that others look at need not be right.
+            replica: its index and their number. Pictures that other replicas use may be blank.
         """
         return self._look_up(batches, device) if self._decoded else self._read(batches, device, replica)
 
@@ -86,13 +86,13 @@ class Album:
 
 @functools.cache
 def album(data: str, split: str, *, num_classes: int, num_validation: int, workers: int) -> Album:
-    """The album of a split; pictures that cannot be read are named, and left out."""
+    """Return the album of a split. Pictures that cannot be read are skipped with a warning."""
     scenes = load(data, num_classes=num_classes, num_validation=num_validation)[split]
     bad = BadRecords(f"{data}: {split} images", len(scenes), always=10 if split == "train" else 1)
     shown = [_shown(scene.width, scene.height) for scene in scenes]
     widest, highest = (max(sides) for sides in zip(*shown, strict=True))
     if 3 * widest * highest * len(scenes) >= MAX_HELD_BYTES:
-        if split != "train":  # better to hear now of what would be missing at the end
+        if split != "train":  # raise now if pictures are missing, not at the end
             for scene in scenes:
                 if not scene.path.exists():
                     bad.skip(scene.name, MISSING)
@@ -140,14 +140,14 @@ def _lay_out(pictures: Sequence[Tensor]) -> Pictures:
 
 
 def decode(scene: Scene) -> Tensor | str:
-    """A picture as (3, height, width), or why there is none."""
+    """Return a picture as (3, height, width), or the reason why it cannot be read."""
     image_module = pillow("detection")
     try:
         with image_module.open(scene.path) as image:
             if image.size != (scene.width, scene.height):
                 said = f"{scene.width} x {scene.height}"
                 return f"it has {image.size[0]} x {image.size[1]} pixels, and its annotation says {said}"
-            image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets JPEG skip detail that would be thrown away
+            image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets JPEG skip detail that resizing would remove
             pixels = to_rgb(image)
     except unreadable(image_module) as error:
         return f"it cannot be decoded ({error})" if scene.path.exists() else MISSING
@@ -158,6 +158,6 @@ def decode(scene: Scene) -> Tensor | str:
 
 
 def _shown(width: int, height: int) -> tuple[int, int]:
-    """Width and height of a picture as it is kept."""
+    """Return width and height of a picture after resizing."""
     scale = min(1.0, LONGEST_SIDE / max(width, height))
     return max(1, round(width * scale)), max(1, round(height * scale))

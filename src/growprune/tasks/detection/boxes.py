@@ -1,6 +1,6 @@
-"""Boxes and anchors of SSD300: IoU, offsets from anchors, which object an anchor has to find, the loss, detection.
+"""Boxes and anchors of SSD300: IoU, offsets from anchors, matching of objects, the loss, and detection.
 
-A box is its corners (x0, y0, x1, y1), and an anchor its centre and size, in shares of the image.
+A box is given by its corners (x0, y0, x1, y1), an anchor by its centre and size, both as fractions of the image.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 IMAGE_SIZE = 300
 FEATURE_SIZES = (38, 19, 10, 5, 3, 1)
 STEPS = (8, 16, 32, 64, 100, 300)
-"""Pixels of the image from one cell of a feature map to the next."""
+"""Distance between cells of each feature map, in pixels of the image."""
 SCALES = (21, 45, 99, 153, 207, 261, 315)
-"""Pixels along the square box of each feature map, and of one map more."""
+"""Side of the square box of each feature map, in pixels, and of one map more."""
 ASPECTS = ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,))
 BOXES_PER_CELL = tuple(2 + 2 * len(aspects) for aspects in ASPECTS)
 MATCH_IOU = 0.5
@@ -27,7 +27,7 @@ MATCH_IOU = 0.5
 
 @functools.cache
 def default_boxes(device: torch.device) -> Tensor:
-    """All default boxes as (centre x, centre y, width, height) in shares of the image, (8732, 4).
+    """Return all default boxes as (centre x, centre y, width, height) in fractions of the image, (8732, 4).
 
     Their order is that of the model's outputs: feature map, box of the cell, row, column.
     """
@@ -42,7 +42,7 @@ def default_boxes(device: torch.device) -> Tensor:
 
 
 def _sizes(level: int) -> list[tuple[float, float]]:
-    """Widths and heights of the boxes of a cell: two squares, then the other shapes, lying and standing."""
+    """Return widths and heights of the boxes of a cell: two squares, then the others, wide and high."""
     small, large = (scale / IMAGE_SIZE for scale in SCALES[level : level + 2])
     middle = math.sqrt(small * large)
     sizes = [(small, small), (middle, middle)]
@@ -55,19 +55,19 @@ def _sizes(level: int) -> list[tuple[float, float]]:
 def match(boxes: Tensor, labels: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
     """Assign an object to each anchor: the box of its target and its label, 0 for background.
 
-    An anchor goes to the object it overlaps most, if their IoU is above 0.5. The best anchor of an object goes to it
-    whatever their IoU; of several objects with the same best anchor, the one that overlaps it most has it.
+    An anchor gets the object that it overlaps most, if their IoU is above 0.5. The best anchor of an object gets it at
+    any IoU. If several objects have the same best anchor, it gets the one that overlaps it most.
 
     Args:
-        boxes: corners, in shares of the image, (B, M, 4).
-        labels: (B, M), 0 where there is no object.
-        anchors: what `default_boxes` gives, (A, 4).
+        boxes: corners, as fractions of the image, (B, M, 4).
+        labels: (B, M), 0 for no object.
+        anchors: the result of `default_boxes`, (A, 4).
     """
     absent = (labels == 0).unsqueeze(1)
     overlap = iou(corners(anchors).unsqueeze(0), boxes).masked_fill(absent, -1)  # (B, A, M)
     best_anchor = overlap.argmax(1, keepdim=True)  # (B, 1, M)
     claimed = torch.arange(len(anchors), device=boxes.device).view(1, -1, 1) == best_anchor
-    overlap = torch.where(claimed & ~absent, overlap + 2, overlap)  # above any that is not claimed
+    overlap = torch.where(claimed & ~absent, overlap + 2, overlap)  # above all unclaimed ones
     best, index = overlap.max(2)  # (B, A)
     matched = labels.gather(1, index).where(best > MATCH_IOU, 0)
     return boxes.gather(1, index.unsqueeze(2).expand(-1, -1, 4)), matched
@@ -80,13 +80,13 @@ MAX_DETECTIONS = 200
 
 
 def corners(boxes: Tensor) -> Tensor:
-    """(centre, size) to (corner, corner)."""
+    """Convert (centre, size) to (corner, corner)."""
     centre, size = boxes[..., :2], boxes[..., 2:]
     return torch.cat((centre - size / 2, centre + size / 2), -1)
 
 
 def iou(a: Tensor, b: Tensor) -> Tensor:
-    """Intersection over union of each box of a, (..., N, 4), with each of b, (..., M, 4), as (..., N, M).
+    """Return the IoU of each box of a, (..., N, 4), with each of b, (..., M, 4), as (..., N, M).
 
     >>> iou(torch.tensor([[0.0, 0.0, 2.0, 1.0]]), torch.tensor([[1.0, 0.0, 3.0, 1.0]]))
     tensor([[0.3333]])
@@ -100,7 +100,7 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
-    """Boxes as what the model predicts for their anchors."""
+    """Return the offsets that the model should predict for boxes and their anchors."""
     centre, size = (boxes[..., :2] + boxes[..., 2:]) / 2, boxes[..., 2:] - boxes[..., :2]
     shift = (centre - anchors[..., :2]) / anchors[..., 2:] / CENTRE_VARIANCE
     growth = (size.clamp(min=1e-6) / anchors[..., 2:]).log() / SIZE_VARIANCE  # padding has no size
@@ -108,7 +108,7 @@ def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
 
 
 def decode(offsets: Tensor, anchors: Tensor) -> Tensor:
-    """The boxes the model predicts; the inverse of `encode`."""
+    """Return boxes from predicted offsets: the inverse of `encode`."""
     centre = anchors[..., :2] + offsets[..., :2] * CENTRE_VARIANCE * anchors[..., 2:]
     size = anchors[..., 2:] * (offsets[..., 2:] * SIZE_VARIANCE).exp()
     return corners(torch.cat((centre, size), -1))
@@ -126,7 +126,7 @@ class Detections(NamedTuple):
 
 
 def detect(offsets: Tensor, logits: Tensor, anchors: Tensor) -> Detections:
-    """Decode what a model says, (B, A, 4) and (B, A, 1 + classes), and keep the best box of each object and class."""
+    """Decode offsets (B, A, 4) and logits (B, A, 1 + classes), and keep the best box of each object and class."""
     scores = logits.float().softmax(-1)[..., 1:].transpose(1, 2)  # (B, C, A)
     scores, candidates = scores.topk(min(MAX_DETECTIONS, scores.shape[-1]))  # (B, C, K)
     boxes = decode(offsets.float(), anchors).clamp(0, 1)
@@ -142,11 +142,11 @@ def _take(boxes: Tensor, index: Tensor) -> Tensor:
 
 
 def suppress(boxes: Tensor, valid: Tensor) -> Tensor:
-    """Greedy non-maximum suppression in each of N lists of boxes: which of them stay.
+    """Apply greedy non-maximum suppression to each of N lists of boxes. Returns a mask of the boxes that stay.
 
     Args:
-        boxes: (N, K, 4), the surest first.
-        valid: (N, K), False for boxes that neither stay nor suppress others.
+        boxes: (N, K, 4), in descending order of scores.
+        valid: (N, K), False for boxes to ignore.
     """
     kept = torch.zeros_like(valid)
     occupied = valid.any(1).nonzero().flatten()
@@ -158,12 +158,12 @@ def suppress(boxes: Tensor, valid: Tensor) -> Tensor:
 
 
 def _suppress(boxes: Tensor, valid: Tensor) -> Tensor:
-    """The result of greedy suppression, without a loop over boxes.
+    """Compute greedy suppression without a loop over boxes.
 
-    A box stays unless one that stays, and comes before it, overlaps it. Applied again and again, this settles the
-    boxes from the first to the last, and so ends at the one solution; in practice after a few rounds.
+    A box stays unless an earlier box that stays overlaps it. Repeating this rule settles the boxes from the first to
+    the last, so it ends at the only solution, in practice after a few rounds.
     """
-    overlapping = (iou(boxes, boxes) > NMS_IOU).triu(1)  # (N, K, K): the row comes before the column
+    overlapping = (iou(boxes, boxes) > NMS_IOU).triu(1)  # (N, K, K): the row is the earlier box
     kept = valid
     while True:
         stay = valid & ~(overlapping & kept.unsqueeze(2)).any(1)
@@ -176,13 +176,13 @@ NEGATIVES_PER_POSITIVE = 3
 
 
 def multibox_loss(offsets: Tensor, logits: Tensor, boxes: Tensor, labels: Tensor, anchors: Tensor) -> Tensor:
-    """The mean over images of (localisation + classification) / matched anchors; 0 for an image without objects.
+    """Return the mean over images of (localisation + classification) / matched anchors; 0 for an image without objects.
 
     Args:
-        offsets: as predicted, (B, A, 4).
-        logits: as predicted, (B, A, 1 + classes); class 0 is the background.
+        offsets: predictions, (B, A, 4).
+        logits: predictions, (B, A, 1 + classes); class 0 is the background.
         boxes: corners of the objects, (B, M, 4).
-        labels: of the objects, from 1, (B, M); 0 where there is none.
+        labels: labels of the objects from 1, (B, M); 0 for no object.
         anchors: (A, 4).
     """
     targets, classes = match(boxes, labels, anchors)

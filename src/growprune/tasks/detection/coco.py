@@ -1,4 +1,4 @@
-"""Data in the format of COCO: annotations, their splits, and the twelve numbers, computed by COCO's own code."""
+"""Data in the format of COCO: annotations, splits, and the twelve metrics, computed by pycocotools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUT = (
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """An image and what is annotated in it."""
+    """An image and its annotations."""
 
     image_id: int
     path: Path
@@ -40,7 +40,7 @@ class Scene:
     """Labels from 1, in the order of the category ids, (n)."""
     areas: npt.NDArray[np.float64]
     crowds: npt.NDArray[np.bool_]
-    """True for a region of many objects: nothing to train on, and neither right nor wrong to find."""
+    """True for a region of many objects, which is ignored in training and in evaluation."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Scene:
 
 @functools.cache
 def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple[Scene, ...]]:
-    """The splits train, validation and test.
+    """Load the splits train, validation and test.
 
     A data set with a labelled test split has all three. Otherwise, as with COCO, `val` is the test split and
     `num_validation` images of `train` are the validation split, the same ones for every run.
@@ -103,7 +103,7 @@ def _draw(scenes: tuple[Scene, ...], number: int, data: str) -> tuple[tuple[Scen
 
 
 def read(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]:
-    """The categories' names by id, and the scenes of an annotation file, whose images are in `folder`."""
+    """Read the names of categories by id, and the scenes of an annotation file, whose images are in `folder`."""
     content = _parse(source)
     categories = _categories(content["categories"], source)
     labels = {identity: label for label, identity in enumerate(categories, start=1)}  # 1, 2, 3, ... without gaps
@@ -113,7 +113,7 @@ def read(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]
     for number, record in enumerate(content["annotations"]):
         try:
             identity = _whole(record, "image_id")
-            if identity in left_out:  # that was said of the image
+            if identity in left_out:  # its image was reported
                 continue
             if identity not in images:
                 raise GrowpruneError(f"no image has id {identity}")
@@ -133,7 +133,7 @@ def _parse(source: Path) -> dict[str, list[Any]]:
         ) from error
     except UnicodeDecodeError as error:
         raise GrowpruneError(f"{source} is not JSON: byte {error.start} is not UTF-8. Download it again") from error
-    except (ValueError, RecursionError) as error:  # a number or a nest that is too large
+    except (ValueError, RecursionError) as error:  # too large a number, or too deep
         raise GrowpruneError(f"cannot read {source}: {error}. Download or create it again") from error
     names = ("images", "annotations", "categories")
     for name in names:
@@ -143,7 +143,7 @@ def _parse(source: Path) -> dict[str, list[Any]]:
 
 
 def _categories(records: list[Any], source: Path) -> dict[int, str]:
-    """Names by id, in the order of ids; a category without a name has an empty one."""
+    """Return names by id, in the order of ids. A missing name is empty."""
     try:
         names = {_whole(record, "id"): str(record.get("name", "")) for record in records}
     except ValueError as error:
@@ -154,7 +154,7 @@ def _categories(records: list[Any], source: Path) -> dict[int, str]:
 
 
 def _images(records: list[Any], bad: BadRecords) -> tuple[dict[int, dict[str, Any]], set[int]]:
-    """Records of images by id, and the ids of those that cannot be used."""
+    """Return the records of images by id, and the ids of images that cannot be used."""
     images: dict[int, dict[str, Any]] = {}
     left_out: set[int] = set()
     for number, record in enumerate(records):
@@ -174,7 +174,7 @@ def _images(records: list[Any], bad: BadRecords) -> tuple[dict[int, dict[str, An
 
 
 def _row(record: Any, image: dict[str, Any], labels: dict[int, int]) -> tuple[float, ...]:
-    """x, y, width, height, label, area, crowd of an annotation."""
+    """Return x, y, width, height, label, area and crowd of an annotation."""
     category = _whole(record, "category_id")
     if category not in labels:
         raise GrowpruneError(f"no category has id {category}")
@@ -207,7 +207,7 @@ def _scene(image: dict[str, Any], folder: Path, rows: list[tuple[float, ...]]) -
 
 
 def targets(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
-    """Objects of each scene without crowds: corners as fractions of the image, (N, M, 4), and labels, (N, M)."""
+    """Return the objects of scenes without crowds: corners as fractions of the image (N, M, 4), and labels (N, M)."""
     wanted = [~scene.crowds for scene in scenes]
     most = max(1, max((int(want.sum()) for want in wanted), default=0))
     boxes, labels = torch.zeros(len(scenes), most, 4), torch.zeros(len(scenes), most, dtype=torch.int64)
@@ -246,7 +246,7 @@ NAMES = (
 def coco_numbers(
     scenes: Sequence[Scene], found: Sequence[npt.NDArray[np.float64]], *, num_classes: int
 ) -> dict[str, float]:
-    """Average precisions and recalls, in percent, less those of sizes of which there are no objects (COCO says -1).
+    """Compute average precisions and recalls, in percent. Sizes without objects, where COCO returns -1, are left out.
 
     Args:
         found: for each scene (x, y, width, height in pixels, score, label) of each detection, (n, 6).
@@ -254,7 +254,7 @@ def coco_numbers(
     images = [{"id": scene.image_id} for scene in scenes]
     truth = [row for scene in scenes for row in _truth(scene)]
     claims = [row for scene, rows in zip(scenes, found, strict=True) for row in _claims(rows, scene.image_id)]
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints as it goes
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints
         evaluation = cocoeval()(*(_index(images, rows, num_classes) for rows in (truth, claims)), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
@@ -264,7 +264,7 @@ def coco_numbers(
 
 
 def cocoeval() -> Any:
-    """The class that COCO is evaluated with."""
+    """Import COCOeval of pycocotools."""
     return need("pycocotools.cocoeval", "detection", "scoring detections needs pycocotools").COCOeval
 
 
@@ -284,7 +284,7 @@ def _claims(rows: npt.NDArray[np.float64], image_id: int) -> list[dict[str, Any]
 
 
 def _index(images: list[dict[str, Any]], rows: list[dict[str, Any]], num_classes: int) -> Any:
-    """The index that COCO would make of a file with these rows. Unlike its loadRes, it accepts no rows."""
+    """Return a pycocotools index of these rows. Unlike its loadRes, it accepts an empty list."""
     from pycocotools.coco import COCO
 
     index = COCO()

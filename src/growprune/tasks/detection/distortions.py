@@ -1,7 +1,7 @@
-"""The augmentation of SSD, a batch at a time.
+"""The data augmentation of SSD, for whole batches.
 
-A few numbers for each picture are drawn and decided on the CPU: which part of it is seen, whether mirrored, in which
-colours. The pixels are worked on where they are.
+The CPU draws a few numbers per picture: its view, whether it is mirrored, and its colours. The pixels are changed on
+their device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from growprune.tasks.detection.boxes import IMAGE_SIZE, iou
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIN_IOUS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.0, 0.0)
-"""Minimum IoU of a crop with some object. The last but one has no minimum, the last keeps the whole picture."""
+"""Minimum IoU of a crop with some object. 0.0 is no minimum, and the last 0.0 keeps the whole picture."""
 NUM_TRIES = 50
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.125, 0.5, 0.5, 0.05
 LUMA = (0.299, 0.587, 0.114)
@@ -24,11 +24,11 @@ RGB_TO_YIQ = (LUMA, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 
 
 def draw_views(generator: np.random.Generator, boxes: Tensor, labels: Tensor, *, zoom_out: float) -> Tensor:
-    """The part of each picture to see, as corners in shares of the picture, (B, 4); zoomed out it goes beyond them.
+    """Draw a view of each picture: corners as fractions of the picture, (B, 4). Views that zoom out exceed [0, 1].
 
     Args:
         boxes: corners of the objects, (B, M, 4).
-        labels: (B, M), 0 where there is no object.
+        labels: (B, M), 0 for no object.
         zoom_out: half of the pictures are placed on a canvas up to this many times as large per side.
     """
     factor = generator.uniform(1, zoom_out, (len(boxes), 1)) * np.ones(2)
@@ -41,7 +41,7 @@ def draw_views(generator: np.random.Generator, boxes: Tensor, labels: Tensor, *,
 
 
 def _draw_crops(generator: np.random.Generator, boxes: Tensor, labels: Tensor) -> Tensor:
-    """For each picture the first of many drawn crops that has the centre of an object, and overlaps one as asked."""
+    """Draw crops of each picture, and take the first that has the centre of an object and enough IoU with one."""
     shape = (len(boxes), NUM_TRIES)
     mode = generator.integers(len(MIN_IOUS), size=shape)
     is_whole = mode == len(MIN_IOUS) - 1
@@ -60,20 +60,20 @@ def _draw_crops(generator: np.random.Generator, boxes: Tensor, labels: Tensor) -
 
 
 def _contains(crops: Tensor, boxes: Tensor) -> Tensor:
-    """True where the centre of a box, (B, M, 4), is in a crop, (B, T, 4), as (B, T, M)."""
+    """Return whether the centre of each box (B, M, 4) is in each crop (B, T, 4), as (B, T, M)."""
     centre = ((boxes[..., :2] + boxes[..., 2:]) / 2).unsqueeze(1)  # (B, 1, M, 2)
     start, end = crops[..., :2].unsqueeze(2), crops[..., 2:].unsqueeze(2)  # (B, T, 1, 2)
     return ((centre > start) & (centre < end)).all(3)
 
 
 def seen_from(views: Tensor, boxes: Tensor) -> Tensor:
-    """Boxes, (B, M, 4), in shares of their picture's view, (B, 4)."""
+    """Return boxes (B, M, 4) as fractions of the view of their picture (B, 4)."""
     start, end = views[:, None, :2].repeat(1, 1, 2), views[:, None, 2:].repeat(1, 1, 2)
     return (boxes - start) / (end - start)
 
 
 def crop_boxes(boxes: Tensor, labels: Tensor, views: Tensor, mirrored: Tensor) -> tuple[Tensor, Tensor]:
-    """The objects whose centres are in view, cut at its edges, and as a mirror shows them if it is mirrored."""
+    """Keep the objects whose centres are in view, cut them at its edges, and mirror those of mirrored pictures."""
     labels = labels.where(_contains(views.unsqueeze(1), boxes).squeeze(1), 0)
     boxes = seen_from(views, boxes).clamp(0, 1)
     flipped = torch.stack((1 - boxes[..., 2], boxes[..., 1], 1 - boxes[..., 0], boxes[..., 3]), 2)
@@ -84,8 +84,8 @@ def crop_boxes(boxes: Tensor, labels: Tensor, views: Tensor, mirrored: Tensor) -
 def show(pixels: Tensor, sizes: Tensor, views: Tensor, mirrored: Tensor) -> Tensor:
     """Render each view at 300 x 300 in [0, 1], with the mean colour outside its picture.
 
-    A view is parallel to the axes, so that it is two products with (output pixel, source pixel) weights. Where it
-    makes a picture smaller the weights take the mean over what falls together, as Pillow does.
+    A view is parallel to the axes, so it is two products with (output pixel, source pixel) weights. If it shrinks a
+    picture, the weights average source pixels, as in Pillow.
 
     Args:
         pixels: uint8, (B, 3, H, W), each picture in the upper left corner.
@@ -101,7 +101,7 @@ def show(pixels: Tensor, sizes: Tensor, views: Tensor, mirrored: Tensor) -> Tens
 
 
 def _weights(ends: Tensor, length: Tensor, num_pixels: int) -> Tensor:
-    """Weights of the picture's pixels along an axis for each pixel of the view, whose ends are (B, 2)."""
+    """Return the weights of source pixels along an axis for each pixel of the view, whose ends are (B, 2)."""
     start, step = ends[:, :1], (ends[:, 1:] - ends[:, :1]) / IMAGE_SIZE
     centres = start + step * (torch.arange(IMAGE_SIZE, device=ends.device) + 0.5)  # (B, 300)
     pixels = torch.arange(num_pixels, device=ends.device) + 0.5
@@ -115,7 +115,7 @@ def _weights(ends: Tensor, length: Tensor, num_pixels: int) -> Tensor:
 
 
 def draw_colours(generator: np.random.Generator, number: int, *, strength: float) -> Tensor:
-    """For each picture a 3 x 3 matrix for its colours (brightness, saturation, hue) and a contrast, (B, 10)."""
+    """Draw a 3 x 3 colour matrix (brightness, saturation, hue) and a contrast for each picture, (B, 10)."""
     wide = np.array((BRIGHTNESS, CONTRAST, SATURATION, HUE)) * strength
     brightness, contrast, saturation, hue = (generator.uniform(-1, 1, (number, 4)) * wide).T
     angle = 2 * np.pi * hue
@@ -131,7 +131,7 @@ def draw_colours(generator: np.random.Generator, number: int, *, strength: float
 
 
 def colour(images: Tensor, colours: Tensor) -> Tensor:
-    """Images in [0, 1], (B, 3, H, W), with other colours."""
+    """Change the colours of images in [0, 1], (B, 3, H, W)."""
     matrix, contrast = colours[:, :9].view(-1, 3, 3), colours[:, 9].view(-1, 1, 1, 1)
     changed = (matrix @ images.flatten(2)).view_as(images)
     luma = torch.tensor(LUMA, device=images.device).view(3, 1, 1)

@@ -12,7 +12,7 @@ from growprune.tasks.detection.boxes import BOXES_PER_CELL
 
 
 class Backbone(ResNet):
-    """A ResNet up to its third stage, which here has the stride 1: an image of 300 x 300 becomes a map of 38 x 38."""
+    """A ResNet up to its third stage, which has stride 1 here: an image of 300 x 300 becomes a map of 38 x 38."""
 
     def __init__(self, name: Name, *, width: int) -> None:
         super().__init__(name, width=width, num_classes=1)
@@ -37,10 +37,10 @@ class Convolution(nn.Conv2d):
 
 
 class SSD(nn.Module):
-    """A backbone, five blocks that each make the map smaller, and on each map two convolutions: boxes and classes.
+    """A backbone, five blocks that each shrink the map, and two convolutions on each map: boxes and classes.
 
     Args:
-        width: channels of the backbone's stem; all other channels go with it.
+        width: channels of the backbone's stem; all other channels scale with it.
         num_classes: without the background.
     """
 
@@ -58,7 +58,7 @@ class SSD(nn.Module):
         self.conf = _heads(channels, 1 + num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Offsets from the anchors, (B, 8732, 4), and logits, (B, 8732, 1 + classes), of images (B, 3, 300, 300)."""
+        """Return offsets from the anchors (B, 8732, 4) and logits (B, 8732, 1 + classes) of images (B, 3, 300, 300)."""
         maps = [self.backbone(images)]
         for block in self.additional_blocks:
             maps.append(block(maps[-1]))
@@ -66,7 +66,7 @@ class SSD(nn.Module):
 
 
 def _block(inputs: int, middle: int, outputs: int, *, shrinks: bool) -> nn.Sequential:
-    """1 x 1 then 3 x 3, which halves the map, or takes its border away."""
+    """A 1 x 1 and a 3 x 3 convolution, which halves the map or removes its border."""
     stride, padding = (2, 1) if shrinks else (1, 0)
     return nn.Sequential(
         Convolution(inputs, middle, 1, bias=False),
@@ -84,6 +84,6 @@ def _heads(channels: list[int], num_values: int) -> nn.ModuleList:
 
 
 def _read(heads: nn.ModuleList, maps: list[Tensor], num_values: int) -> Tensor:
-    """Values of all anchors, (B, A, num_values), in the order of `default_boxes`."""
+    """Apply the heads. Returns values of all anchors, (B, A, num_values), in the order of `default_boxes`."""
     values = [head(x).unflatten(1, (num_values, -1)).flatten(2) for head, x in zip(heads, maps, strict=True)]
     return torch.cat(values, 2).transpose(1, 2)

@@ -21,7 +21,7 @@ from growprune.tasks.language.data import (
     shuffled,
 )
 from growprune.tasks.language.gpt import GPT, Shape
-from growprune.tasks.task import Split, Task, with_channels
+from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,8 @@ class Language(Task):
     initialises_modules = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "d_model", "ffn", "heads", "layers", "batch_size"):
-            if getattr(self, name) < 1:
-                raise GrowpruneError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if not 0 <= self.dropout < 1:
-            raise GrowpruneError(f"dropout must be in [0, 1), got {self.dropout}")
+        counts = ("vocab_size", "context", "d_model", "ffn", "heads", "layers", "batch_size")
+        check_fields(self, least=dict.fromkeys(counts, 1), rates=("dropout",))
         if self.d_model % self.heads:
             raise GrowpruneError(f"d_model must be a multiple of heads={self.heads}, got {self.d_model}")
 
@@ -88,7 +85,7 @@ class Language(Task):
         return shuffled(text, self.context, self.batch_size, seed=seed, start=start)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """The mean loss over all tokens. All pieces have the same length."""
+        """Return the mean loss over all tokens. All pieces have the same length."""
         return _losses(model, batch).mean()
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
@@ -103,7 +100,7 @@ class Language(Task):
 
 
 def _losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """The cross-entropy of each token of some pieces but the first, (B, T + 1) -> (B * T,)"""
-    # One row for each token: the loss over images, which takes more axes, is not deterministic on GPUs.
+    """Return the cross-entropy of each token except the first of each piece, (B, T + 1) -> (B * T,)."""
+    # One row per token: cross_entropy with more dimensions is not deterministic on GPUs.
     logits = model(batch[:, :-1]).flatten(0, 1).float()
     return F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="none")

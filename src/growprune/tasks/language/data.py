@@ -1,11 +1,11 @@
-"""A text as tokens, cut by position into 90 % to train on, 5 % to validate and 5 % to test, and batches of it.
+"""A text as tokens, and batches of it. The first 90 % are for training, 5 % for validation and 5 % for test.
 
-The tokens of a plain text are its bytes. A `.npz` file holds those of any tokenizer: `tokens` (integers, the whole
-text) and `num_bytes` (for each token of the vocabulary, how many bytes of text it stands for).
+The tokens of a plain text are its bytes. A `.npz` file holds the tokens of any tokenizer: `tokens` (integers, the whole
+text) and `num_bytes` (for each token of the vocabulary, the number of bytes of its text).
 
-An epoch goes once over the training text: the text is cut into pieces of one length that do not overlap, from an offset
-that is drawn for each epoch, and the pieces come in random order. So a token is at another place of its piece in each
-epoch. What does not fill a piece or a batch is left out: all batches have one shape.
+An epoch goes once over the training text. The text is cut into pieces of equal length without overlap, from a random
+offset, and the pieces come in random order. So a token is at another place of its piece in each epoch. Tokens that do
+not fill a piece or a batch are left out, so that all batches have the same shape.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from growprune.tasks.bad_records import find
 
 LAYOUT = "a text file with one byte per character, or a .npz of tokens"
 BYTES = 256
-"""Every byte is a token, whether the text has it or not: a model means the same without the text it learned from."""
+"""Every byte is a token, whether the text has it or not, so that tokens do not depend on the text."""
 
 
 @functools.cache
 def load(data: str, vocab_size: int = BYTES) -> tuple[dict[str, Tensor], Tensor]:
-    """Read a file and cut it: the tokens of each split, and how many bytes each token of the vocabulary stands for."""
+    """Read a file. Return the tokens of each split, and the number of bytes of each token of the vocabulary."""
     path = find(data, "", layout=LAYOUT)
     if not path.is_file():
         raise GrowpruneError(f"--data must be {LAYOUT}, but {path} is a folder. Give the file itself")
@@ -66,7 +66,7 @@ def _read_tokens(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def cut(tokens: NDArray[Any], source: Path | str = "the text") -> dict[str, Tensor]:
-    """The first 90 % of a text, the next 5 %, and the rest.
+    """Cut a text into its first 90 %, the next 5 %, and the rest.
 
     >>> {split: len(part) for split, part in cut(np.zeros(60, np.uint8)).items()}
     {'train': 54, 'validation': 3, 'test': 3}
@@ -74,20 +74,20 @@ def cut(tokens: NDArray[Any], source: Path | str = "the text") -> dict[str, Tens
     size = len(tokens)
     ends = (size * 90 // 100, size * 95 // 100)
     parts = {"train": tokens[: ends[0]], "validation": tokens[ends[0] : ends[1]], "test": tokens[ends[1] :]}
-    if any(len(part) < 2 for part in parts.values()):  # a token to look at, and one to predict
+    if any(len(part) < 2 for part in parts.values()):  # one token to see, and one to predict
         raise GrowpruneError(f"--data must have at least 40 tokens, but {source} has {size}. Use a longer text")
-    dtype = np.uint8 if tokens.dtype == np.uint8 else np.int32  # torch indexes no uint16
+    dtype = np.uint8 if tokens.dtype == np.uint8 else np.int32  # torch cannot index uint16
     return {split: torch.from_numpy(part.astype(dtype)) for split, part in parts.items()}
 
 
 @functools.cache
 def on_device(data: str, split: str, device: torch.device, vocab_size: int = BYTES) -> Tensor:
-    """The tokens of a split on a device, copied once."""
+    """Copy the tokens of a split to a device, once."""
     return load(data, vocab_size)[0][split].to(device)
 
 
 def num_predicted_bytes(text: Tensor, num_bytes: Tensor) -> int:
-    """The bytes of all tokens of a text but the first.
+    """Count the bytes of all tokens of a text except the first.
 
     >>> num_predicted_bytes(torch.tensor([0, 1, 1, 2]), torch.tensor([1, 2, 5]))
     9
@@ -96,7 +96,7 @@ def num_predicted_bytes(text: Tensor, num_bytes: Tensor) -> int:
 
 
 def num_batches(size: int, context: int, batch_size: int) -> int:
-    """The number of batches that a text of `size` tokens fills at any offset.
+    """Return the number of batches that a text of `size` tokens fills at any offset.
 
     >>> num_batches(41, context=4, batch_size=3), num_batches(39, context=4, batch_size=3)
     (3, 2)
@@ -105,11 +105,13 @@ def num_batches(size: int, context: int, batch_size: int) -> int:
 
 
 def shuffled(text: Tensor, context: int, batch_size: int, *, seed: int, start: int) -> Iterator[Tensor]:
-    """The batches of an epoch from number `start` on: pieces (batch_size, context + 1), each with one more token."""
+    """Yield the batches of an epoch from number `start` on: pieces with one more token, (batch_size, context + 1)."""
     generator = np.random.default_rng(seed)
     offset = int(generator.integers(context))
     num_pieces = (len(text) - 1 - offset) // context
-    order = torch.from_numpy(generator.permutation(num_pieces)).to(text.device)  # once: the host need not wait again
+    order = torch.from_numpy(generator.permutation(num_pieces)).to(
+        text.device
+    )  # once, so that the host does not wait for each batch
     places = torch.arange(context + 1, device=text.device)
     for number in range(start, num_batches(len(text), context, batch_size)):
         pieces = order[number * batch_size : (number + 1) * batch_size]
@@ -117,9 +119,9 @@ def shuffled(text: Tensor, context: int, batch_size: int, *, seed: int, start: i
 
 
 def in_order(text: Tensor, context: int, batch_size: int) -> Iterator[Tensor]:
-    """All of a text in pieces as above, one after the other; the last of them is shorter and comes alone.
+    """Yield all pieces of a text in order, in batches. The last piece may be shorter and is a batch of its own.
 
-    So each token but the first is predicted once.
+    So each token except the first is predicted once.
     """
     num_pieces = (len(text) - 1) // context
     places = torch.arange(context + 1, device=text.device)

@@ -1,7 +1,7 @@
 """A small GPT (Radford et al., 2019): pre-norm, learned positions, and one matrix for the embedding and the output.
 
-Every product with a weight is a layer of its own (q, k, v and out are apart) without a bias, so that each can become
-sparse; the shared matrix is an embedding and stays dense. First weights are those of GPT-2.
+Every product with a weight is a layer of its own without a bias, also q, k, v and out, so that each can become sparse.
+The shared matrix is an embedding and stays dense. Weights are initialised as in GPT-2.
 
 Shapes: B pieces of T tokens, C channels in H heads of D, V the vocabulary.
 """
@@ -32,7 +32,7 @@ class Shape:
 
 
 class GPT(nn.Module):
-    """Predicts the next token after each token."""
+    """Predicts the token after each token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits (B, T, V) of what follows each of the tokens (B, T)."""
+        """Return the logits (B, T, V) of the token after each of the tokens (B, T)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.embedding(tokens) + self.positions(places))
         for layer in self.layers:
@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self-attention, then feed-forward; each has its norm before it and is added to what came in."""
+    """Self-attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of each token to itself and to those before it."""
+    """Causal multi-head attention."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -90,17 +90,17 @@ class Attention(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """An embedding that starts as GPT-2's do."""
+    """An embedding with the initialisation of GPT-2."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=STD)
 
 
 class Linear(nn.Linear):
-    """A linear layer without a bias that starts as GPT-2's do."""
+    """A linear layer without a bias, with the initialisation of GPT-2."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float = STD) -> None:
-        self.std = std  # first, because the layer initialises itself as it is made
+        self.std = std  # before super().__init__, which calls reset_parameters
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
@@ -108,5 +108,5 @@ class Linear(nn.Linear):
 
 
 def last_std(shape: Shape) -> float:
-    """Standard deviation for layers on the residual path. It is smaller the more layers there are."""
+    """Return the standard deviation for the last layer of a residual branch. It shrinks with the number of layers."""
     return float(STD * (2 * shape.layers) ** -0.5)

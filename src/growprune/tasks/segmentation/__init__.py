@@ -69,7 +69,7 @@ class PartSegmentation(Task):
         initialise(module)
 
     def narrower(self) -> Sequence[Task]:
-        """The task at 128 widths: at least as many as most layers have channels."""
+        """The task at 128 widths."""
         return [*(replace(self, width=self.width * n / 128) for n in range(1, 128)), self]
 
     def example(self) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,9 @@ class PartSegmentation(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         points, categories, labels = batch
         logits = model(points, categories).float()
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # with points flat it is deterministic on CUDA
+        return F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten()
+        )  # deterministic on CUDA, unlike the loss of 3-D logits
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         whole = evaluation_set(self.data, split, self.num_points, device)
@@ -104,7 +106,7 @@ class PartSegmentation(Task):
         return {"instance_miou": 100 * instance, "class_miou": 100 * by_class, "accuracy": 100 * accuracy}
 
     def _logits(self, model: nn.Module, points: Tensor, categories: Tensor) -> Tensor:
-        """The sum of logits over the votes, each with another first centre."""
+        """Add the logits of all votes. Each vote starts from another first centre."""
         shifts = [vote * self.num_points // self.votes for vote in range(self.votes)]
         votes = [model(points.roll(-n, 1), categories).float().roll(n, 1) for n in shifts]
         return torch.stack(votes).sum(0)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-# Triton has no types, and what a kernel takes is none of Python's
-"""Farthest points on CUDA in one kernel, a program for each cloud. Imported only where there is Triton and a GPU.
+# Triton has no types, and the arguments of a kernel are not Python objects
+"""Finds farthest points on CUDA in one kernel, with one program per cloud. It needs Triton and a GPU.
 
-A cloud of 2,048 points fits the registers of one program, so that a step costs a reduction and not eight launches.
+A cloud of 2,048 points fits into the registers of one program. So a step costs one reduction, not eight launches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def farthest_points(xyz: Tensor, num_samples: int) -> Tensor:
     chosen = torch.empty(num_clouds, num_samples, dtype=torch.long, device=xyz.device)
     sizes = {"BLOCK": triton.next_power_of_2(num_points), "num_warps": 8 if num_points > 1024 else 4}
     with torch.cuda.device(xyz.device):
-        # without fused multiply-adds, distances are those of torch, and so is the choice between nearly equal ones
+        # without fused multiply-adds, distances equal those of torch, and so does the choice between nearly equal ones
         _kernel[(num_clouds,)](xyz.contiguous(), chosen, num_points, num_samples, enable_fp_fusion=False, **sizes)
     return chosen
 
@@ -33,7 +33,7 @@ def _kernel(xyz, chosen, num_points, num_samples, BLOCK: tl.constexpr):
     x = tl.load(points + index * 3, mask=exists, other=0.0)
     y = tl.load(points + index * 3 + 1, mask=exists, other=0.0)
     z = tl.load(points + index * 3 + 2, mask=exists, other=0.0)
-    nearest = tl.where(exists, float("inf"), -1.0)  # what does not exist is never the farthest
+    nearest = tl.where(exists, float("inf"), -1.0)  # padding is never the farthest
     last = 0
     for step in range(num_samples):
         tl.store(places + step, last)

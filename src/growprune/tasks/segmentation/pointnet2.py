@@ -1,8 +1,8 @@
-"""PointNet++ for part segmentation with multi-scale grouping (Qi et al., NeurIPS 2017), as wide as its common port.
+"""PointNet++ for part segmentation with multi-scale grouping (Qi et al., NeurIPS 2017), as wide as its PyTorch port.
 
-Features travel as rows, (B, points, channels). A group is gathered as rows too and seen as an image in channels-last
-order, groups x neighbours, so that the shared layers, 1x1 convolutions, need no copy of it. Convolutions before a norm
-have no bias, which the norm would only take off again; the port has them.
+Features are rows, (B, points, channels). A gathered group is an image in channels-last order, groups x neighbours, so
+that the shared layers, which are 1x1 convolutions, need no copy of it. Unlike in the port, convolutions before a norm
+have no bias, because the norm would remove it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_CENTRES = (512, 128)
 
 
 class PointNet2(nn.Module):
-    """Takes points (B, N, inputs), xyz first, and categories (B,); gives logits of parts, (B, N, num_parts).
+    """Predicts logits of parts, (B, N, num_parts), from points (B, N, inputs), xyz first, and categories (B,).
 
     Args:
         width: scales all numbers of channels.
@@ -80,7 +80,7 @@ class PointNet2(nn.Module):
 
 
 class SetAbstraction(nn.Module):
-    """Chooses centres, and gives each features of its neighbourhoods at several scales."""
+    """Chooses centres, and computes features of their neighbourhoods at several scales."""
 
     def __init__(self, inputs: int, num_centres: int, scales: Sequence[Scale]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class SetAbstraction(nn.Module):
 
 
 class GlobalAbstraction(nn.Module):
-    """Gives the whole cloud one vector of features, at the origin."""
+    """Computes one feature vector for the whole cloud, at the origin."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class GlobalAbstraction(nn.Module):
 
 
 class FeaturePropagation(nn.Module):
-    """Carries features from a coarser set of points back to a finer one, next to those the finer one had."""
+    """Interpolates features of coarse points at fine points, and combines them with the features of the fine points."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -129,13 +129,13 @@ class FeaturePropagation(nn.Module):
 
 
 def group_rows(xyz: Tensor, features: Tensor, centres: Tensor, group: Tensor) -> Tensor:
-    """Rows of a neighbourhood: the features of each neighbour, then its position relative to the centre."""
+    """Gather the features of each neighbour and its position relative to the centre."""
     offsets = rows(xyz, group) - centres.unsqueeze(2)
     return torch.cat([rows(features, group), offsets.to(features.dtype)], 3)  # (B, S, K, C + 3)
 
 
 def shared_layers(inputs: int, widths: Sequence[int], *, dims: int) -> nn.Sequential:
-    """Layers that see every point alike, as 1x1 convolutions over one or two axes of points."""
+    """Layers that apply the same weights to every point: 1x1 convolutions over one or two axes of points."""
     convolution, norm = (nn.Conv1d, nn.BatchNorm1d) if dims == 1 else (nn.Conv2d, nn.BatchNorm2d)
     layers: list[nn.Module] = []
     for width in widths:

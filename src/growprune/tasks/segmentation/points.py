@@ -1,8 +1,7 @@
-"""Geometry of point clouds in batches: farthest points, balls, rows by index, interpolation. No gradient but of rows.
+"""Geometry of batches of point clouds: farthest points, balls, interpolation. Only `rows` has a gradient.
 
-Distances are sums of squared differences and never matrix products: they are exact where it matters, near zero, stay
-float32 under autocast, and are no FLOPs of the model. The backward of `rows`, F.embedding's, sorts instead of adding
-in whatever order threads come, so training is deterministic on CUDA too.
+Distances are sums of squared differences, not matrix products: they are exact near zero, stay float32 under autocast,
+and do not count as FLOPs of the model. The backward pass of `rows`, that of F.embedding, is deterministic on CUDA too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def rows(table: Tensor, index: Tensor) -> Tensor:
-    """The rows of each cloud that an index of any shape names.
+    """Gather rows of each cloud, by an index of any shape.
 
     >>> rows(torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[1], [0]])).flatten().tolist()
     [2.0, 3.0]
@@ -31,20 +30,20 @@ def rows(table: Tensor, index: Tensor) -> Tensor:
 
 
 def squared_distances(xyz: Tensor, others: Tensor) -> Tensor:
-    """Squared distances from every point of a cloud (B, S, 3) to every point of another (B, N, 3)."""
+    """Return squared distances from every point of a cloud (B, S, 3) to every point of another (B, N, 3)."""
     squares = [(xyz[:, :, None, axis] - others[:, None, :, axis]).square_() for axis in range(3)]
     return squares[0].add_(squares[1]).add_(squares[2])  # (B, S, N)
 
 
 def farthest_points(xyz: Tensor, num_samples: int) -> Tensor:
-    """Starting with point 0, each time the point farthest from all chosen ones; of equals, the first.
+    """Choose point 0, and then repeatedly the point that is farthest from all chosen points; the first, if several are.
 
-    Others start at a random point. Here the points come in random order, so the first is one.
+    Other implementations start at a random point. Here the points are in random order, so the first is random too.
 
     >>> farthest_points(torch.tensor([[[0.0, 0, 0], [1, 0, 0], [5, 0, 0], [3, 0, 0]]]), 3)
     tensor([[0, 2, 3]])
     """
-    if xyz.is_meta:  # hundreds of steps to make one empty tensor
+    if xyz.is_meta:  # skip hundreds of steps
         return xyz.new_empty(len(xyz), num_samples, dtype=torch.long)
     if (kernel := _triton_kernel(xyz.device.type)) is not None:
         return kernel(xyz, num_samples)
@@ -52,7 +51,7 @@ def farthest_points(xyz: Tensor, num_samples: int) -> Tensor:
 
 
 def farthest_points_by_loop(xyz: Tensor, num_samples: int) -> Tensor:
-    """`farthest_points` in torch operations, eight small ones for each point."""
+    """Do the same as `farthest_points` in torch operations: eight small ones per point."""
     axes = xyz.permute(2, 0, 1).contiguous()  # (3, B, N)
     nearest = torch.full_like(axes[0], torch.inf)
     chosen = torch.zeros(len(xyz), num_samples, dtype=torch.long, device=xyz.device)
@@ -66,7 +65,7 @@ def farthest_points_by_loop(xyz: Tensor, num_samples: int) -> Tensor:
 
 @functools.cache
 def _triton_kernel(device_type: str) -> Callable[[Tensor, int], Tensor] | None:
-    """The kernel where it can run; asked once for each kind of device, so it says so once."""
+    """Return the Triton kernel if it can run. Cached, so that the warning comes once."""
     if device_type != "cuda":
         return None
     try:
@@ -78,7 +77,7 @@ def _triton_kernel(device_type: str) -> Callable[[Tensor, int], Tensor] | None:
 
 
 def ball_query(distances: Tensor, radius: float, num_neighbours: int) -> Tensor:
-    """For each centre the first points, by index, within a radius; filled up with the first of all.
+    """Return the first points, by index, within a radius of each centre. If there are too few, the first one repeats.
 
     Args:
         distances: squared, (B, S, N), from centres that are among the points, so that no ball is empty.
@@ -87,7 +86,7 @@ def ball_query(distances: Tensor, radius: float, num_neighbours: int) -> Tensor:
     tensor([[[1, 2, 3, 1]]])
     """
     num_clouds, num_centres, num_points = distances.shape
-    # how many are inside so far rises along the points: the k-th neighbour is where it reaches k
+    # the count of points inside rises along the index: the k-th neighbour is where it reaches k
     inside = (distances <= radius**2).cumsum(-1, dtype=torch.int32)
     wanted = torch.arange(1, num_neighbours + 1, dtype=torch.int32, device=distances.device)
     index = torch.searchsorted(inside, wanted.expand(num_clouds, num_centres, -1).contiguous())
@@ -95,7 +94,7 @@ def ball_query(distances: Tensor, radius: float, num_neighbours: int) -> Tensor:
 
 
 def three_nearest(xyz: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """For each point the three nearest known ones (all, if fewer), and weights in proportion to 1 / squared distance.
+    """Return the three nearest known points of each point, and weights in proportion to 1 / squared distance.
 
     >>> index, weights = three_nearest(torch.tensor([[[0.0, 0, 0]]]), torch.tensor([[[1.0, 0, 0], [0, 2.0, 0]]]))
     >>> index.tolist(), [round(w, 3) for w in weights.flatten().tolist()]
@@ -107,7 +106,7 @@ def three_nearest(xyz: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interpolate(xyz: Tensor, known: Tensor, features: Tensor) -> Tensor:
-    """Features at points, from those at known points."""
+    """Interpolate features at points from the features of known points."""
     if known.shape[1] == 1:
         return features.expand(-1, xyz.shape[1], -1)
     with torch.no_grad():

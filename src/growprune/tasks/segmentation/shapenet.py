@@ -1,10 +1,10 @@
-"""The ShapeNet part benchmark: read in its text layout, from a folder or a zip file, and drawn from on the device.
+"""Reads the ShapeNet part benchmark from a folder or a zip file, and draws points of its shapes on the device.
 
-synsetoffset2category.txt                                 a line for each category: its name, a tab, its synset
-<synset>/<id>.txt                                         a line for each point: x y z nx ny nz label
+synsetoffset2category.txt                                 one line per category: its name, a tab, its synset
+<synset>/<id>.txt                                         one line per point: x y z nx ny nz label
 train_test_split/shuffled_{train,val,test}_file_list.json ["shape_data/<synset>/<id>", ...]
 
-The shapes stay on the device. Points are drawn from them anew to train on, and always the same ones to evaluate.
+The shapes stay on the device. Training draws new points of them in every epoch; evaluation always uses the same points.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ UNREADABLE = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of a split, their points one after another."""
+    """The shapes of a split, with the points of all shapes in one array."""
 
     points: NDArray[np.float32]
-    """(points of all shapes, 6): xyz, moved and scaled into the unit sphere shape by shape, and normals."""
+    """(points of all shapes, 6): xyz, where each shape is scaled into the unit sphere, and normals."""
     labels: NDArray[np.uint8]
     counts: NDArray[np.int64]
     """Number of points of each shape."""
@@ -58,7 +58,7 @@ FIELDS = tuple(field.name for field in fields(Shapes))
 
 
 def shapes_of(data: str, split: str) -> Shapes:
-    """The shapes of a split, of which there is at least one."""
+    """Return the shapes of a split. Raise if there are none."""
     shapes = load(data)[split]
     check_split(len(shapes), data, split)
     return shapes
@@ -66,7 +66,7 @@ def shapes_of(data: str, split: str) -> Shapes:
 
 @functools.cache
 def load(data: str) -> dict[str, Shapes]:
-    """The three splits; read once, and from the cache if the files are those of the last time."""
+    """Read the three splits, once per process, and from the cache if the files have not changed."""
     source = find(data, ".", layout=LAYOUT)
     if (source / NAME / INDEX).is_file():
         source = source / NAME
@@ -92,7 +92,7 @@ def _file_name(entry: str) -> str:
 
 
 def _opened(source: Path) -> Root:
-    """The folder of the benchmark, or that in its zip file."""
+    """Return the folder of the benchmark, which may be inside a zip file."""
     if source.is_dir():
         return source
     try:
@@ -122,7 +122,7 @@ def _read_all(data: str, lists: dict[str, list[str]], present: set[str], root: R
 
 
 def _read_index(data: str, root: Root) -> set[str]:
-    """The synsets of the categories that are there."""
+    """Read the synsets of the categories that the data has."""
     present = set()
     for number, line in enumerate(_required(data, INDEX, root).splitlines(), 1):
         if not line.strip():
@@ -154,7 +154,7 @@ def _required(data: str, relative: str, root: Root) -> str:
 
 
 def _read_shape(entry: str, present: set[str], root: Root) -> tuple[NDArray[np.float32], int]:
-    """The lines of a shape's file as a matrix, and its category."""
+    """Read the points of a shape as a matrix, and its category."""
     file = _file_name(entry)
     synset, *rest = file.split("/")
     if len(rest) != 1:
@@ -162,7 +162,7 @@ def _read_shape(entry: str, present: set[str], root: Root) -> tuple[NDArray[np.f
     if synset not in present:
         raise GrowpruneError(f"its category {synset!r} is not in {INDEX}")
     try:
-        text = (root / file).read_bytes().decode("latin-1")  # reads anything; what is no number is found later
+        text = (root / file).read_bytes().decode("latin-1")  # never fails; words that are not numbers are found later
     except FileNotFoundError as error:
         raise GrowpruneError(f"{file} does not exist") from error
     except UNREADABLE as error:
@@ -238,7 +238,7 @@ class DeviceShapes:
     counts: Tensor
     categories: Tensor
     longest: int
-    """The largest of the counts, known without asking the device."""
+    """The largest count, stored so that nobody has to wait for the device."""
 
 
 @functools.cache
@@ -252,7 +252,7 @@ def shapes_on(data: str, split: str, device: torch.device) -> DeviceShapes:
 
 @functools.cache
 def evaluation_set(data: str, split: str, num_points: int, device: torch.device) -> Batch:
-    """All of a split, its points drawn once, and on the CPU, so that every device sees the same."""
+    """Return all shapes of a split. Their points are drawn once, on the CPU, so that all devices use the same."""
     shapes = shapes_on(data, split, torch.device("cpu"))
     everything = torch.arange(len(shapes.counts))
     points, categories, labels = draw(shapes, everything, num_points, torch.Generator().manual_seed(0))
@@ -260,11 +260,11 @@ def evaluation_set(data: str, split: str, num_points: int, device: torch.device)
 
 
 def draw(shapes: DeviceShapes, indices: Tensor, num_points: int, generator: torch.Generator) -> Batch:
-    """Points of some shapes, each shape's in random order; when all are taken, from the first again."""
+    """Draw points of some shapes in random order. If a shape has too few points, they repeat."""
     device = indices.device
     counts = shapes.counts[indices].unsqueeze(1)
     keys = torch.rand(len(indices), shapes.longest, generator=generator, device=device)
-    keys.masked_fill_(torch.arange(shapes.longest, device=device) >= counts, 2)  # what a shape has not comes last
+    keys.masked_fill_(torch.arange(shapes.longest, device=device) >= counts, 2)  # padding comes last
     order = keys.argsort(dim=1, stable=True)
     drawn = order.gather(1, torch.arange(num_points, device=device) % counts)
     rows = shapes.starts[indices].unsqueeze(1) + drawn

@@ -30,7 +30,7 @@ NUM_PARTS = sum(count for _, count in SYNSETS.values())
 
 
 def parts_by_category() -> list[range]:
-    """The parts of each category.
+    """Return the numbers of the parts of each category.
 
     >>> parts_by_category()[:3]
     [range(0, 4), range(4, 6), range(6, 8)]
@@ -43,19 +43,19 @@ def parts_by_category() -> list[range]:
 
 
 def parts_of(categories: Tensor) -> Tensor:
-    """Mask of the parts that belong to each shape's category."""
+    """Return a mask of the parts that belong to the category of each shape."""
     owners = [category for category, parts in enumerate(parts_by_category()) for _ in parts]
     return torch.tensor(owners, device=categories.device) == categories[:, None]  # (B, parts)
 
 
 def predict(logits: Tensor, categories: Tensor) -> Tensor:
-    """The likeliest part of each point among those of the shape's category."""
+    """Return the most likely part of each point, among the parts of the shape's category."""
     allowed = parts_of(categories).unsqueeze(1)
     return logits.masked_fill(~allowed, -torch.inf).argmax(2)  # (B, N)
 
 
 def shape_ious(predicted: Tensor, labels: Tensor, categories: Tensor) -> Tensor:
-    """Mean IoU of each shape over the parts of its category. A part neither present nor predicted counts as 1."""
+    """Return the mean IoU of each shape over the parts of its category. A part that is nowhere counts as 1."""
     parts = torch.arange(NUM_PARTS, device=labels.device)
     is_predicted, is_true = predicted.unsqueeze(2) == parts, labels.unsqueeze(2) == parts  # (B, N, parts)
     intersection, union = (is_predicted & is_true).sum(1), (is_predicted | is_true).sum(1)
@@ -65,7 +65,7 @@ def shape_ious(predicted: Tensor, labels: Tensor, categories: Tensor) -> Tensor:
 
 
 def mean_ious(ious: Tensor, categories: Tensor) -> tuple[float, float]:
-    """Mean IoU over shapes, and over categories (of the mean over their shapes)."""
+    """Return the mean IoU over shapes, and the mean over categories of their mean over shapes."""
     membership = (categories.unsqueeze(1) == torch.arange(NUM_CATEGORIES, device=ious.device)).to(torch.float64)
     ious, counts = ious.to(torch.float64), membership.sum(0)
     by_category = (ious.unsqueeze(1) * membership).sum(0) / counts.clamp(min=1)

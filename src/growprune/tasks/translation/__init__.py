@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError, need
-from growprune.tasks.task import Split, Task, with_channels
+from growprune.tasks.task import Split, Task, check_fields, with_channels
 from growprune.tasks.translation.batching import MULTIPLE, Batch, Batches, Pairs
 from growprune.tasks.translation.corpus import load_pieces, load_split, load_training
 from growprune.tasks.translation.pieces import Pieces
@@ -32,7 +32,7 @@ class Translation(Task):
     """
 
     data: str = ""
-    """A folder with train, val (or valid) and test, each with the languages as endings: train.en, train.de, ..."""
+    """A folder with train, val (or valid) and test in both languages: train.en, train.de, ..."""
     source: str = "en"
     target: str = "de"
     vocab_size: int = 33_712
@@ -61,12 +61,8 @@ class Translation(Task):
 
     def __post_init__(self) -> None:
         counts = ("vocab_size", "d_model", "ffn", "heads", "encoder_layers", "decoder_layers", "max_length", "beam")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise GrowpruneError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("dropout", "attention_dropout", "relu_dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise GrowpruneError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        rates = ("dropout", "attention_dropout", "relu_dropout", "label_smoothing")
+        check_fields(self, least=dict.fromkeys(counts, 1), rates=rates)
         if self.d_model % self.heads or self.d_model % 2:
             raise GrowpruneError(f"d_model must be even and a multiple of heads={self.heads}, got {self.d_model}")
         longest = -(-self.max_length // MULTIPLE) * MULTIPLE
@@ -92,14 +88,14 @@ class Translation(Task):
         return torch.full((1, 64), EOS), torch.full((1, 64), EOS)
 
     def num_batches(self) -> int:
-        bleu(self.target, self.lowercase)  # if that is missing, better to hear of it now than after an epoch
+        bleu(self.target, self.lowercase)  # raise now if sacrebleu is missing, not after an epoch
         return len(self._training())
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
         return self._training().shuffled(seed, start, device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over all target tokens of the batch."""
+        """Return the mean loss over all target tokens of the batch."""
         source, target, scale = batch
         logits = model(source, target[:, :-1])
         losses = token_losses(logits, target[:, 1:], label_smoothing=self.label_smoothing)
@@ -125,7 +121,7 @@ class Translation(Task):
     def signature(self) -> str:
         """The signature of sacreBLEU. Stored in result.json."""
         counter = bleu(self.target, self.lowercase)
-        counter.corpus_score([""], [[""]])  # it has none before it has seen references
+        counter.corpus_score([""], [[""]])  # the signature needs references
         return str(counter.get_signature())
 
     def _translate(self, model: Transformer, pairs: Pairs, *, beam: int, device: torch.device) -> list[str]:
@@ -161,7 +157,7 @@ class Translation(Task):
 def bleu(target: str, lowercase: bool) -> Any:
     """sacreBLEU's scorer for a language. Cached, because its tokenizer may be slow to load."""
     counters = need("sacrebleu.metrics.bleu", "translation", "BLEU needs sacrebleu")
-    # force: it would warn about translations that end in " .", as those of a model that learns may
+    # force: do not warn about translations that end in " ."
     try:
         return counters.BLEU(lowercase=lowercase, trg_lang=target, force=True)
     except RuntimeError as error:  # some languages need a tokenizer of their own
@@ -169,7 +165,7 @@ def bleu(target: str, lowercase: bool) -> Any:
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """The cross-entropy of each token, (B, T, V) and (B, T) -> (B, T); that of padding is 0."""
+    """Return the cross-entropy of each token, (B, T, V) and (B, T) -> (B, T). It is 0 for padding."""
     options: dict[str, Any] = {"ignore_index": PAD, "reduction": "none", "label_smoothing": label_smoothing}
-    # One row for each token: the loss over images, which takes more axes, is not deterministic on GPUs.
+    # One row per token: cross_entropy with more dimensions is not deterministic on GPUs.
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), **options).view_as(labels)

@@ -1,8 +1,8 @@
-"""Encoded sentence pairs, and batches of them by tokens.
+"""Encoded sentence pairs, and batches of them with a maximum number of tokens.
 
 Sentences are padded to multiples of 8 tokens. Pairs are sorted by their padded lengths and cut into batches at places
-that depend on these lengths alone. A seed shuffles pairs of the same padded lengths among their places, and the order
-of the batches. So every epoch has the same number of batches of the same shapes, and other pairs in each.
+that depend only on these lengths. A seed shuffles the pairs of equal padded lengths, and the order of the batches. So
+every epoch has the same number of batches of the same shapes, with other pairs in each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MULTIPLE = 8
 
 Integers = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Sources (B, S), targets (B, 1 + T) with BOS before and EOS after, and each example's share of the loss (B,)."""
+"""Sources (B, S), targets (B, 1 + T) that begin with BOS and end with EOS, and the loss scale of each example (B,)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """Sentences of tokens, one after the other."""
+    """Sentences as tokens, all in one tensor."""
 
     tokens: Tensor
     starts: Tensor
@@ -42,7 +42,7 @@ class Sentences:
         return Sentences(self.tokens, self.starts[kept], self.lengths[kept])
 
     def take(self, indices: Tensor, width: int) -> Tensor:
-        """Some sentences as (B, width), padded."""
+        """Return some sentences as (B, width), padded."""
         columns = torch.arange(width, device=indices.device)
         places = (self.starts[indices][:, None] + columns).clamp(max=len(self.tokens) - 1)
         is_padding = columns >= self.lengths[indices][:, None]
@@ -60,7 +60,7 @@ class Pairs:
         return len(self.source.lengths)
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Number of tokens of the encoder and of the decoder input, including one EOS or BOS."""
+        """Return the numbers of tokens of the encoder and the decoder input, including one EOS or BOS."""
         return self.source.lengths, self.target.lengths - 1
 
     def batch(self, indices: Tensor, source_width: int, target_width: int) -> Batch:
@@ -72,14 +72,14 @@ class Pairs:
 
 @functools.cache
 def on_device(pairs: Pairs, device: torch.device) -> Pairs:
-    """A copy on the device, made once."""
+    """Copy the pairs to the device, once."""
     sides = (pairs.source, pairs.target)
     return Pairs(*(Sentences(s.tokens.to(device), s.starts.to(device), s.lengths.to(device)) for s in sides))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A batch: which places in the sorted order, and how wide."""
+    """The place of a batch in the sorted order, and its padded lengths."""
 
     start: int
     end: int
@@ -91,8 +91,8 @@ class Batches:
     """The batches of an epoch.
 
     Args:
-        max_tokens: the most that a batch's size times the longer of its two padded lengths may be; a longer pair is
-            a batch of its own.
+        max_tokens: maximum batch size times the longer of its two padded lengths. A longer pair is a batch of its
+            own.
     """
 
     def __init__(self, pairs: Pairs, max_tokens: int) -> None:
@@ -110,25 +110,25 @@ class Batches:
         return len(self.cuts)
 
     def shuffled(self, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on."""
+        """Yield the batches of an epoch from number `start` on."""
         generator = np.random.default_rng(seed)
         order = self._sorted(generator.permutation(len(self.pairs)))
         cuts = [self.cuts[i] for i in generator.permutation(len(self.cuts))]
         return self._make(order, cuts[start:], device)
 
     def in_order(self, device: torch.device) -> Iterator[tuple[Tensor, Batch]]:
-        """Every batch, shortest first, after the numbers of its pairs."""
+        """Yield every batch, shortest first, with the numbers of its pairs."""
         order = self._sorted(np.arange(len(self.pairs)))
         for cut, batch in zip(self.cuts, self._make(order, self.cuts, device), strict=True):
             yield torch.from_numpy(order[cut.start : cut.end]), batch
 
     def _sorted(self, order: Integers) -> Integers:
-        """Pairs by their padded lengths, and where these are the same in the order given."""
+        """Sort pairs by their padded lengths. Pairs of equal lengths keep their order."""
         return order[np.argsort(self._group[order], kind="stable")]
 
     def _make(self, order: Integers, cuts: list[Cut], device: torch.device) -> Iterator[Batch]:
         pairs = on_device(self.pairs, device)
-        places = torch.from_numpy(order).to(device)  # once, so that the host need not wait for each batch
+        places = torch.from_numpy(order).to(device)  # once, so that the host does not wait for each batch
         for cut in cuts:
             yield pairs.batch(places[cut.start : cut.end], cut.source_width, cut.target_width)
 
@@ -138,7 +138,7 @@ def _padded(lengths: Integers) -> Integers:
 
 
 def _cut(source: Integers, target: Integers, longer: Integers, max_tokens: int) -> Iterator[Cut]:
-    """Cut sorted pairs into batches: since `longer` never falls, the last pair of a batch is the widest."""
+    """Cut sorted pairs into batches. The last pair of a batch is the longest, because `longer` never falls."""
     start = 0
     while start < len(longer):
         end = min(len(longer), start + max(1, max_tokens // int(longer[start])))

@@ -1,6 +1,6 @@
-"""Parallel text: two files for each split, one sentence to a line, line n of one translated by line n of the other.
+"""Parallel text: two files per split with one sentence per line, where line n of one translates line n of the other.
 
-The splits of a data folder are read as tokens once in a process.
+The splits of a data folder are read and encoded once per process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Lines = tuple[list[str], list[str]]
 """The sentences of the source and of the target language."""
 
 EMPTY = ("", "@@")
-"""Content of lines without a sentence. The second is what a tokenizer may leave of an empty line."""
+"""Content of lines without a sentence. Tokenizers may turn an empty line into the second."""
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def read_whole(data: str, split: str, source: str, target: str) -> Lines:
 
 
 def find_pair(data: str, split: str, source: str, target: str) -> tuple[Path, Path]:
-    """The two files of a split; those of validation are called val or valid."""
+    """Find the two files of a split. The validation files are called val or valid."""
     layout = f"a folder with train, val (or valid) and test, each with .{source} and .{target}, one sentence to a line"
     name = {"train": "train", "validation": "val", "test": "test"}[split]
     if name == "val" and data and (Path(data) / f"valid.{source}").exists():
@@ -70,7 +70,7 @@ def find_pair(data: str, split: str, source: str, target: str) -> tuple[Path, Pa
 
 
 def _read(paths: tuple[Path, Path]) -> list[tuple[bytes, bytes]]:
-    # Only a newline ends a line: text may hold other signs that Python takes for line breaks.
+    # Only a newline ends a line: str.splitlines would also split at other characters.
     source, target = (_lines(path.read_bytes().removeprefix(codecs.BOM_UTF8)) for path in paths)
     if len(source) != len(target):
         raise GrowpruneError(
@@ -96,7 +96,7 @@ def _sentence(path: Path, line: bytes) -> str:
 
 @functools.cache
 def load_pieces(data: str, source: str, target: str, vocab_size: int) -> Pieces:
-    """The pieces of the training text."""
+    """Learn the pieces of the training text."""
     files = find_pair(data, "train", source, target)
 
     def lines() -> Iterator[str]:
@@ -107,19 +107,19 @@ def load_pieces(data: str, source: str, target: str, vocab_size: int) -> Pieces:
 
 @functools.cache
 def load_training(data: str, source: str, target: str, vocab_size: int, max_length: int, max_tokens: int) -> Batches:
-    """The training pairs in batches, without those with more than `max_length` tokens on a side."""
+    """Load the training pairs in batches, without pairs with more than `max_length` tokens on a side."""
     find_pair(data, "train", source, target)
-    for split in ("validation", "test"):  # better to hear now of what would be missing at the end
+    for split in ("validation", "test"):  # raise now if they are missing or damaged, not at the end
         read_whole(data, split, source, target)
     lines = read_training(data, source, target)
     pairs = _encode(load_pieces(data, source, target, vocab_size), lines)
-    read_training.cache_clear()  # the text has become tokens, and can be large
+    read_training.cache_clear()  # free the text, which can be large
     return Batches(_without_long(pairs, max_length, data), max_tokens)
 
 
 @functools.cache
 def load_split(data: str, source: str, target: str, vocab_size: int, split: Split) -> tuple[Pairs, list[str]]:
-    """All pairs of a split, and its target text as it is written."""
+    """Load all pairs of a split, and its target text."""
     lines = read_whole(data, split, source, target)
     return _encode(load_pieces(data, source, target, vocab_size), lines), lines[1]
 

@@ -1,7 +1,6 @@
-"""Byte-pair encoding: text cut into pieces that are learned from the training text of both languages together.
+"""Byte-pair encoding with pieces that are learned from the training text of both languages together.
 
-Learning is deterministic, and what was learned is kept in the user's cache folder, with a digest of the text it was
-learned from.
+Learning is deterministic. Its result is stored in the user's cache folder, with a digest of the text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CHUNK = 10_000
 
 
 class Pieces:
-    """Text to numbers and back.
+    """Converts text to tokens and back.
 
     Args:
         model: a sentencepiece model.
@@ -38,21 +37,21 @@ class Pieces:
         return int(self._processor.vocab_size())
 
     def encode(self, lines: list[str], *, is_target: bool) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """All sentences one after the other, and how long each is; all are ended by EOS, and targets begin with BOS."""
+        """Return the tokens of all sentences, and the length of each. All end with EOS, and targets begin with BOS."""
         tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-        for first in range(0, len(lines), CHUNK):  # lists of numbers are large, so there are never many
+        for first in range(0, len(lines), CHUNK):  # in chunks, because lists of numbers are large
             rows = self._processor.encode(lines[first : first + CHUNK], add_bos=is_target, add_eos=True)
             lengths.append(np.array([len(row) for row in rows], np.int64))
             tokens.append(np.fromiter(itertools.chain.from_iterable(rows), np.int32, count=int(lengths[-1].sum())))
         return np.concatenate(tokens), np.concatenate(lengths)
 
     def decode(self, rows: list[list[int]]) -> list[str]:
-        """Plain text; padding is left out."""
+        """Return plain text, without padding."""
         return list(self._processor.decode([[token for token in row if token != PAD] for row in rows]))
 
 
 def learn(lines: Iterable[str], vocab_size: int) -> bytes:
-    """A sentencepiece model of at most `vocab_size` pieces; characters without a piece are written as bytes.
+    """Train a sentencepiece model of at most `vocab_size` pieces. Characters without a piece become bytes.
 
     The same lines always give the same bytes.
     """
@@ -63,15 +62,15 @@ def learn(lines: Iterable[str], vocab_size: int) -> bytes:
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            hard_vocab_limit=False,  # little text may not have as many
+            hard_vocab_limit=False,  # short texts may have fewer pieces
             byte_fallback=True,
             character_coverage=0.9999,
-            normalization_rule_name="identity",  # what is compared with references should be written like them
+            normalization_rule_name="identity",  # keep the text as in the references
             pad_id=PAD,
             bos_id=BOS,
             eos_id=EOS,
             unk_id=UNK,
-            num_threads=1,  # several would not always give the same
+            num_threads=1,  # several threads are not deterministic
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -82,7 +81,7 @@ def learn(lines: Iterable[str], vocab_size: int) -> bytes:
 
 
 def learn_once(read: Callable[[], Iterable[str]], vocab_size: int, files: tuple[Path, ...]) -> bytes:
-    """The result of `learn` for the lines of these files, from the cache if possible."""
+    """Return the result of `learn` for the lines of these files, from the cache if possible."""
     digest = hashlib.sha256(f"bpe 1 {vocab_size}".encode())
     for file in files:
         with file.open("rb") as opened:

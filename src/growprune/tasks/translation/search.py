@@ -1,10 +1,10 @@
-"""Beam search, on the device and for many sentences at a time.
+"""Beam search for many sentences at a time, on the device.
 
-It follows fairseq's rules, which the numbers to compare with were made by, but for the longest translation, which
-depends on the source here. Of the 2 K best continuations, those among the first K that end are finished, and the best K
-that do not end are kept. A sentence is done when it has K finished hypotheses. The best is the one with the highest
-log-probability per token, (sum of log p) / length ** length_penalty, where the length counts the end token. Only an
-empty sentence has an empty translation. With K = 1 this is greedy search.
+It follows the rules of fairseq, like the figures that we compare with. Only the maximum length of a translation
+differs: here it depends on the source. Of the 2 K best continuations, those among the first K that end are finished,
+and the best K that do not end are kept. A sentence is done when it has K finished hypotheses. The best is the one with
+the highest log-probability per token, (sum of log p) / length ** length_penalty, where the length counts the end token.
+Only an empty sentence has an empty translation. With K = 1 this is greedy search.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK, Decoding
 LONGER = 50
 """Maximum number of tokens of a translation beyond the length of its source."""
 CHECK_EVERY = 8
-"""Steps between looks whether all sentences are done, for which the host has to wait for the device."""
+"""Steps between checks whether all sentences are done. For each check, the host waits for the device."""
 
 
 @torch.no_grad()
@@ -29,10 +29,10 @@ def beam_search(
     """Translate sentences (B, S), each ended by EOS, to tokens (B, T) without the ends, padded.
 
     Args:
-        max_length: the most tokens of a translation, which also has no more than its source and 50.
-        num_pieces: tokens from this number on stand for nothing and are not used.
+        max_length: maximum number of tokens of a translation, which also has at most 50 tokens more than its source.
+        num_pieces: tokens from this number on have no text and are never chosen.
     """
-    lengths = (source != PAD).sum(1) - 1  # EOS is no part of the length
+    lengths = (source != PAD).sum(1) - 1  # without EOS
     limits = (lengths + LONGER).clamp(max=max_length)
     max_steps = min(source.shape[1] + LONGER - 1, max_length) + 1  # known without waiting for the device
     decoding = Decoding(model, source, beam=beam, max_steps=max_steps)
@@ -55,7 +55,7 @@ def beam_search(
 
 
 def best_candidates(scores: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best 2 K continuations, best first: their scores, the hypotheses they continue, their tokens (B, 2 K)."""
+    """Return the best 2 K continuations, best first: scores, the hypotheses that they continue, tokens (B, 2 K)."""
     beam, vocab_size = log_p.shape[1:]
     best, places = (scores[:, :, None] + log_p).flatten(1).topk(2 * beam)
     return best, places // vocab_size, places % vocab_size
@@ -75,7 +75,7 @@ class Beams:
     @classmethod
     def start(cls, batch: int, beam: int, max_steps: int, device: torch.device) -> Beams:
         scores = torch.full((batch, beam), -torch.inf, device=device)
-        scores[:, 0] = 0.0  # the others would only repeat the first
+        scores[:, 0] = 0.0  # the others would repeat the first
         tokens = torch.full((batch, beam, max_steps), PAD, device=device)
         newest = torch.full((batch, beam), BOS, device=device)
         worst = torch.full((batch,), -torch.inf, device=device)
@@ -85,7 +85,7 @@ class Beams:
         return self.num_finished >= self.scores.shape[1]
 
     def finish(self, scores: Tensor, origin: Tensor, tokens: Tensor, *, step: int, length_penalty: float) -> None:
-        """Note which candidates among the first K end, and whether one is the best so far."""
+        """Store the candidates among the first K that end, if one is the best so far."""
         beam = self.scores.shape[1]
         ends = (tokens == EOS) & scores.isfinite() & ~self.is_done()[:, None]
         finished = torch.where(ends, scores / (step + 1) ** length_penalty, -torch.inf)[:, :beam]

@@ -1,7 +1,7 @@
 """The Transformer (Vaswani et al., 2017), pre-norm, with one matrix for both embeddings and the output.
 
-Every product with a weight is a layer of its own (q, k, v and out are apart), so that each can become sparse; the
-shared matrix is an embedding and stays dense.
+Every product with a weight is a layer of its own, also q, k, v and out, so that each can become sparse. The shared
+matrix is an embedding and stays dense.
 
 Shapes: B sentences, S source tokens, T target tokens, K hypotheses, C channels in H heads of D, V the vocabulary.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 PAD, BOS, EOS, UNK = range(4)
-"""The numbers of the tokens that stand for no text."""
+"""The tokens without text."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Shape:
 
 
 class Transformer(nn.Module):
-    """Encoder and decoder. For translating token by token see `Decoding`."""
+    """Encoder and decoder. `Decoding` translates token by token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """The logits (B, T, V) of what follows each target token; source (B, S) and target (B, T) end in padding."""
+        """Return the logits (B, T, V) of the token after each token of target (B, T). Both may end in padding."""
         memory, mask = self.encode(source)
         x = self.embed(target)
         for layer in self.decoder_layers:
@@ -59,7 +59,7 @@ class Transformer(nn.Module):
         return cast("list[DecoderLayer]", list(self.decoder.layers))
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """The encoder output of a source (B, S, C), and the mask of tokens that are not padding (B, 1, 1, S)."""
+        """Return the encoder output of a source (B, S, C), and the mask of tokens that are not padding (B, 1, 1, S)."""
         mask = (source != PAD)[:, None, None, :]
         x = self.embed(source)
         for layer in self.encoder.layers:
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         return self.encoder.norm(x), mask
 
     def embed(self, tokens: Tensor, *, positions: Tensor | None = None) -> Tensor:
-        """Tokens at the positions given, or one after the other from the first on."""
+        """Embed tokens at the given positions; by default, at positions 0, 1, 2, ..."""
         x = self.embedding(tokens)
         if positions is None:
             positions = sinusoids(tokens.shape[1], x.shape[2], tokens.device)
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers, and the norm that pre-norm layers need after the last."""
+    """Layers, and the norm after the last one, which pre-norm layers need."""
 
     def __init__(self, d_model: int, layers: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Stack(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward; each has its norm before it and is added to what came in."""
+    """Self-attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention to what precedes, attention to the source, then feed-forward."""
+    """Causal self-attention, attention to the source, and feed-forward."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -123,38 +123,38 @@ class DecoderLayer(nn.Module):
         self.relu_dropout = nn.Dropout(shape.relu_dropout)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Whole targets (B, T, C); keys and values are those of the source for this layer."""
+        """Run the layer on whole targets (B, T, C), with the keys and values of the source for this layer."""
         y = self.self_attention_norm(x)
-        # Padding stands at the end, where only padding looks back on it: being causal is mask enough.
+        # A causal mask is enough: padding is at the end, where only padding attends to it.
         y = self.self_attention(y, *self.self_attention.keys_values(y), is_causal=True)
         return self.after_self_attention(x + self.dropout(y), keys, values, mask)
 
     def after_self_attention(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """The rest of the layer, in which no target token sees another."""
+        """Run the rest of the layer, in which target tokens do not interact."""
         x = x + self.dropout(self.cross_attention(self.cross_attention_norm(x), keys, values, mask=mask))
         y = self.relu_dropout(F.relu(self.fc1(self.ffn_norm(x))))
         return x + self.dropout(self.fc2(y))  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
-    """Multi-head attention. Keys and values are made apart from it, because decoding keeps them."""
+    """Multi-head attention. Keys and values are arguments, because decoding stores them."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.attention_dropout = shape.attention_dropout
-        # As if q, k and v were one matrix of three times the outputs, like in fairseq.
+        # Initialised as in fairseq: as one matrix with three times the outputs.
         self.q, self.k, self.v = (Linear(shape.d_model, shape.d_model, gain=2**-0.5) for _ in range(3))
         self.out = Linear(shape.d_model, shape.d_model)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, S, C) -> twice (B, H, S, D)"""
+        """Compute keys and values: (B, S, C) -> twice (B, H, S, D)."""
         return self._split(self.k(memory)), self._split(self.v(memory))
 
     def forward(
         self, x: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """The attention output for x (B, T, C). The mask is True where attention is allowed."""
+        """Return the attention output for x (B, T, C). The mask is True where attention is allowed."""
         dropout = self.attention_dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
             self._split(self.q(x)), keys, values, attn_mask=mask, dropout_p=dropout, is_causal=is_causal
@@ -166,12 +166,12 @@ class Attention(nn.Module):
 
 
 class Decoding:
-    """Continues K hypotheses of each of B sentences token by token, and keeps what it will need again.
+    """Continues K hypotheses of each of B sentences token by token, and stores their keys and values.
 
     Args:
         source: (B, S).
         beam: K, the number of hypotheses.
-        max_steps: how many tokens a hypothesis can get.
+        max_steps: maximum number of tokens of a hypothesis.
     """
 
     def __init__(self, model: Transformer, source: Tensor, *, beam: int, max_steps: int) -> None:
@@ -185,14 +185,14 @@ class Decoding:
         self._past = keys.new_empty(len(self._sources), 2, rows, keys.shape[1], max_steps, keys.shape[3])
 
     def next(self, tokens: Tensor) -> Tensor:
-        """The logits (B, K, V) of what follows the newest token (B, K) of each hypothesis."""
+        """Return the logits (B, K, V) of the token after the newest token (B, K) of each hypothesis."""
         x = self.model.embed(tokens, positions=self._positions[self.position])
         for layer, past, source in zip(self.model.decoder_layers, self._past, self._sources, strict=True):
             y = layer.self_attention_norm(x).flatten(0, 1).unsqueeze(1)  # (B * K, 1, C)
             for kept, new in zip(past, layer.self_attention.keys_values(y), strict=True):
                 kept[:, :, self.position] = new[:, :, 0]
             y = layer.self_attention(y, *past[:, :, :, : self.position + 1])
-            # The hypotheses of a sentence look at its source like the tokens of a target, so one copy of it will do.
+            # All hypotheses of a sentence attend to the same source, like the tokens of a target: one copy is enough.
             x = layer.after_self_attention(x + y.view_as(x), *source, self._mask)
         self.position += 1
         return self.model.logits(x)
@@ -206,17 +206,17 @@ class Decoding:
 
 
 class Embedding(nn.Embedding):
-    """An embedding that starts as fairseq's do."""
+    """An embedding with the initialisation of fairseq."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
 
 class Linear(nn.Linear):
-    """A linear layer that starts as fairseq's do."""
+    """A linear layer with the initialisation of fairseq."""
 
     def __init__(self, inputs: int, outputs: int, *, gain: float = 1.0) -> None:
-        self.gain = gain  # first, because the layer initialises itself as it is made
+        self.gain = gain  # before super().__init__, which calls reset_parameters
         super().__init__(inputs, outputs)
 
     def reset_parameters(self) -> None:
@@ -225,7 +225,7 @@ class Linear(nn.Linear):
 
 
 def sinusoids(length: int, channels: int, device: torch.device) -> Tensor:
-    """The first positions (length, channels): sines in the first half of the channels, cosines in the second.
+    """Return position embeddings (length, channels): sines in the first half of the channels, cosines in the second.
 
     Wavelengths go from 2 pi to 10,000 * 2 pi, as in tensor2tensor and fairseq.
     """
