@@ -3,10 +3,10 @@
     python experiments/pretrained_by_data.py --data DIR    # train, or resume what is not finished
     python experiments/pretrained_by_data.py --table       # print the table; --write puts it into the page
 
-First each study's dense model is trained. Every other run starts from those weights: pruned once (`one shot`), then
-retrained for a share of the dense training, with fixed masks or with `gradual_gap`. Calibration batches are training
-data. Nothing is selected by test data. DIR is that of run.py; the small studies need tinyshakespeare/input.txt and
-cifar10-small.npz and run on one CPU core; `--study classification-cifar10 --study translation-multi30k` need a GPU.
+First each study's dense model is trained. Every other run starts from those weights: pruned, with or without
+reconstruction of each block, then retrained with fixed masks for a tenth of the dense training. Calibration batches are
+training data. Nothing is selected by test data. DIR has tinyshakespeare/input.txt and cifar10-small.npz; a run takes
+one CPU core. Several processes share the work with `--shard 1/4`, `--shard 2/4` and so on, once the dense models exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from page import put
-from pretrained import HALF_WIDTH, SELDOM
 from run import keep
 from table import spread
 
@@ -30,7 +29,6 @@ import growprune as gp
 from growprune import engine
 from growprune.engine.device import choose_device
 from growprune.engine.override import override
-from growprune.plan import walk
 from growprune.recipes import find
 from growprune.runs import find_runs
 
@@ -41,31 +39,37 @@ BEGIN, END = "<!-- by data: begin -->\n", "<!-- by data: end -->"
 SEEDS = (0, 1)
 CALIBRATION = 256
 """Examples of the training data."""
-LEVELS = ("50", "60", "70", "80", "90", "2:4")
-SHARES = (10, 25)
+LEVELS = ("50", "70", "80", "2:4")
+SHARE = 10
 """Retraining, in percent of the dense training."""
+STEPS = 64
+"""Of the training of each block."""
 CRITERIA: dict[str, dict[str, Any]] = {
-    "magnitude-global": {"by": "magnitude", "allocation": "global"},
-    "magnitude-erk": {"by": "magnitude", "allocation": "erk"},
     "magnitude": {"by": "magnitude"},
+    "magnitude-reconstruct": {"by": "magnitude", "reconstruct": STEPS},
     "wanda": {"by": "wanda"},
-    "wanda-layer": {"by": "wanda", "ranked": "layer"},
+    "wanda-reconstruct": {"by": "wanda", "reconstruct": STEPS},
     "sparsegpt": {"by": "sparsegpt"},
+    "sparsegpt-reconstruct": {"by": "sparsegpt", "reconstruct": STEPS},
+    "sparsegpt-steps": {"by": "sparsegpt", "steps": 4},
+    "magnitude-global": {"by": "magnitude", "allocation": "global"},
     "sparsegpt-erk": {"by": "sparsegpt", "allocation": "erk"},
+    "sparsegpt-erk-reconstruct": {"by": "sparsegpt", "allocation": "erk", "reconstruct": STEPS},
 }
 """The arguments of prune_pretrained."""
-RETRAINED = ("magnitude", "wanda", "sparsegpt")
-"""With fixed masks and, at 80 %, also with `gradual_gap`."""
+RETRAINED = tuple(CRITERIA)[:6]
 LABELS = {
     "dense": "dense, trained on",
-    "magnitude-global": "magnitude, all layers ranked together",
-    "magnitude-erk": 'magnitude, `allocation="erk"`',
     "magnitude": "magnitude, each layer",
-    "wanda": "Wanda, each row",
-    "wanda-layer": 'Wanda, each layer (`ranked="layer"`)',
+    "magnitude-reconstruct": "magnitude, reconstructed",
+    "wanda": "Wanda",
+    "wanda-reconstruct": "Wanda, reconstructed",
     "sparsegpt": "SparseGPT",
+    "sparsegpt-reconstruct": "SparseGPT, reconstructed",
+    "sparsegpt-steps": "SparseGPT, in 4 steps",
+    "magnitude-global": "magnitude, all layers ranked together",
     "sparsegpt-erk": 'SparseGPT, `allocation="erk"`',
-    **{f"gradual-{by}": f"`gradual_gap` from {by}" for by in RETRAINED},
+    "sparsegpt-erk-reconstruct": 'SparseGPT, `allocation="erk"`, reconstructed',
 }
 
 
@@ -77,8 +81,6 @@ class Study:
     lr: float
     """Of retraining: half of the dense rate, not tuned."""
     settings: dict[str, Any]
-    retrained: tuple[str, ...] = ("80", "2:4", "90", "70", "60", "50")
-    """The most telling first: what is not run leaves an empty cell."""
 
 
 ON_CPU = {"device": "cpu", "precision": "fp32", "evaluate_every": 100, "candidates": "false", "exploration": "false"}
@@ -103,12 +105,7 @@ STUDIES = {
         lr=0.025,
         settings={**ON_CPU, **of_task(**SMALL_NET), **ENDS, "options.epochs": 5, "optimizer.lr": 0.05},
     ),
-    "classification-cifar10": Study(
-        "classification-cifar10/dense", "cifar10.npz", "top1", lr=0.2, settings={**HALF_WIDTH, **ENDS}
-    ),
-    "translation-multi30k": Study("translation-multi30k/dense", "multi30k", "bleu", lr=1e-3, settings=SELDOM),
 }
-MAIN = ("language-small", "classification-small")
 
 
 @dataclass(frozen=True)
@@ -128,43 +125,34 @@ def jobs(name: str, seed: int, runs: Path, data: Path) -> Iterator[Job]:
     base = replace(base, task=replace(base.task, data=str(data / study.data)))
     yield Job("start", base)
     start = runs / name / "start" / f"seed{seed}"
-    length = json.loads((start / "result.json").read_text())["training_iterations"]
+    length = json.loads((start / "result.json").read_text())["training_iterations"] * SHARE // 100
     schedule = replace(base.lr_schedule, warmup_epochs=0.0, warmup_iterations=0)
     after = replace(base, lr_schedule=schedule, optimizer=replace(base.optimizer, lr=study.lr), weights=str(start))
+    yield Job(f"dense-{SHARE}", fixed(after, 0.0, length))
     for level in LEVELS:
         for criterion in CRITERIA:
             yield from pruned(after, level, criterion, 0)
-    for share in SHARES:
-        yield Job(f"dense-{share}", fixed(after, 0.0, length * share // 100))
-    for level in study.retrained:
         for criterion in RETRAINED:
-            for share in SHARES:
-                yield from pruned(after, level, criterion, length * share // 100, f"-{share}")
-                if level == "80":
-                    yield grown(after, criterion, share, length * share // 100)
+            yield from pruned(after, level, criterion, length, f"-{SHARE}")
 
 
 def pruned(after: engine.Recipe, level: str, criterion: str, iterations: int, end: str = "") -> Iterator[Job]:
     """Prune once, then retrain with fixed masks."""
-    if level == "2:4" and "allocation" in CRITERIA[criterion]:
+    arguments = CRITERIA[criterion]
+    if level == "2:4" and ("allocation" in arguments or "steps" in arguments):
         return  # the pattern leaves nothing to divide
     sparsity, pattern = (0.5, level) if level == "2:4" else (int(level) / 100, "unstructured")
-    arguments = {**CRITERIA[criterion], "sparsity": sparsity, "pattern": pattern}
     after = replace(after, pattern=pattern, allocation=arguments.get("allocation", "uniform"))
-    yield Job(f"{criterion}-{_name(level)}{end}", fixed(after, sparsity, iterations), arguments)
+    yield Job(
+        f"{criterion}-{_name(level)}{end}",
+        fixed(after, sparsity, iterations),
+        {**arguments, "sparsity": sparsity, "pattern": pattern},
+    )
 
 
 def fixed(recipe: engine.Recipe, sparsity: float, iterations: int) -> engine.Recipe:
     options = {"iterations": iterations, "initial_mask": "as_is"}
     return replace(recipe, method=gp.methods.static_random, options=options, sparsity=sparsity)
-
-
-def grown(after: engine.Recipe, criterion: str, share: int, iterations: int) -> Job:
-    """`gradual_gap` to 80 %, as `sparsify(initial_mask=...)` does it: its first sparsity is pruned by data."""
-    options = {"iterations": iterations, "initial_mask": "as_is"}
-    recipe = replace(after, method=gp.methods.gradual_gap, options=options, sparsity=0.8, parts=4, allocation="global")
-    first = next(walk(recipe.plan(recipe.shapes()))).phase.edits[0].to
-    return Job(f"gradual-{criterion}-80-{share}", recipe, {**CRITERIA[criterion], "sparsity": first})
 
 
 def make_file(job: Job, path: Path) -> None:
@@ -190,20 +178,19 @@ def run(job: Job, out: Path, deadline: float) -> None:
         if not (out / "recipe.json").exists():
             make_file(job, file)
         recipe = replace(recipe, weights=str(file))
-        if recipe.method is gp.methods.gradual_gap:  # each layer rounded for itself
-            totals = gp.manifest(file)["totals"]
-            start = 1 - totals["prunable_nnz"] / totals["prunable"]
-            recipe = replace(recipe, options={**recipe.options, "start": start})
     begin = engine.resume if (out / "recipe.json").exists() else engine.train
     begin(recipe, out, should_stop=lambda: time.monotonic() > deadline)
 
 
 def work(name: str, args: argparse.Namespace) -> None:
-    """Carry out the runs of a study that have no result, each with all seeds, until time is up."""
+    """Carry out this shard of the runs of a study that have no result, until time is up."""
     deadline = time.monotonic() + args.seconds
-    for same in zip(*(jobs(name, seed, args.runs, args.data) for seed in SEEDS), strict=True):
-        for seed, job in zip(SEEDS, same, strict=True):
+    shard, shards = map(int, args.shard.split("/"))
+    for seed in args.seed or SEEDS:
+        for number, job in enumerate(jobs(name, seed, args.runs, args.data)):
             out = args.runs / name / job.row / f"seed{seed}"
+            if number and number % shards != shard - 1:  # every shard needs the dense model, the first
+                continue
             if not (out / "result.json").exists():
                 try:
                     run(job, out, deadline)
@@ -224,7 +211,7 @@ def _block(folder: Path, study: Study) -> str:
     title = f"`{study.recipe}`, {folder.name} ({study.metric}, test; dense: {start}; means of {len(SEEDS)} seeds):"
     lines = [title, "", "| | retrained | " + " | ".join(_head(level) for level in LEVELS) + " |"]
     lines.append("|---|---:|" + "---:|" * len(LEVELS))
-    lines += [_line(folder, study.metric, row, share) for share in (0, *SHARES) for row in LABELS]
+    lines += [_line(folder, study.metric, row, share) for share in (0, SHARE) for row in LABELS]
     return "\n".join(line for line in lines if line is not None) + "\n"
 
 
@@ -259,6 +246,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/pretrained_by_data"), help="where the run folders go")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where their results are kept")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="leave a study, saving, after so long")
+    parser.add_argument("--seed", type=int, choices=SEEDS, action="append", help="only this one; may be given again")
+    parser.add_argument("--shard", default="1/1", help="K/N: every N-th run, from the K-th on")
     parser.add_argument("--threads", type=int, help="threads of torch; by default its own choice")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--write", action="store_true")
@@ -266,7 +255,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.data is not None:
-        for name in args.study or MAIN:
+        for name in args.study or STUDIES:
             work(name, args)
     if args.table or args.write:
         print(table(args.results))
