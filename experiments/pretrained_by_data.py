@@ -163,9 +163,8 @@ def make_file(job: Job, path: Path) -> None:
     gp.load(Path(recipe.weights) / "model.safetensors", model)
     count = -(-CALIBRATION // task.batch_size) if hasattr(task, "batch_size") else 16
     batches = list(islice(task.batches(seed=recipe.seed, start=0, device=device), count))
-    sparse = gp.prune_pretrained(
-        model.to(device), batches, forward=task.loss, keep_dense=recipe.settings.kept_dense(model), **(job.prune or {})
-    )
+    kept = recipe.settings.kept_dense(model)[0]
+    sparse = gp.prune_pretrained(model.to(device), batches, forward=task.loss, keep_dense=kept, **(job.prune or {}))
     path.parent.mkdir(parents=True, exist_ok=True)
     gp.save(sparse, path)
 
