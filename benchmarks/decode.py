@@ -29,30 +29,28 @@ from torch.nn import functional as F
 
 from growprune.deployment.api import deploy_on_gpu
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
-from growprune.deployment.cuda.formats import bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.formats import LaneMatrix, lane_matrix
 from growprune.deployment.cuda.graphs import graphed, microseconds
-from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
+from growprune.deployment.cuda.products import Tile
 from growprune.deployment.cuda.products import product as multiply
-from growprune.deployment.cuda.tuning import BITMASK_TILES, LANE_TILES, copies, dense_linear, time_of, times_of_tiles
+from growprune.deployment.cuda.tuning import TILES, copies, dense_linear, time_of, times_of_tiles
 from growprune.deployment.example import Example, first_line
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FORMATS: dict[str, Callable[[SparseMatrix], Matrix]] = {
+FORMATS: dict[str, Callable[[SparseMatrix], LaneMatrix]] = {
     "offsets": lambda entries: lane_matrix(entries, lanes=16),
     "offsets, runs of 8": lambda entries: lane_matrix(entries, lanes=8),
     "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
     "columns, runs of 32": lambda entries: lane_matrix(entries, lanes=32, has_offsets=False),
-    "bitmask": bitmask_matrix,
 }
-MORE_LANE_TILES = (
-    *LANE_TILES,
-    LaneTile(4, 16, 4),
-    LaneTile(4, 32, 1),
-    LaneTile(4, 64, 2, is_pinned=True),
-    LaneTile(4, 8, 4, is_pinned=True),
-    LaneTile(8, 32, 4, is_pinned=True),
-    LaneTile(4, 32, 1, is_ahead=True, is_pinned=True),
-    LaneTile(1, 32, 4, is_pinned=True),
+MORE_TILES = (
+    *TILES,
+    Tile(4, 16, 4),
+    Tile(4, 32, 1),
+    Tile(4, 64, 2, is_pinned=True),
+    Tile(4, 8, 4, is_pinned=True),
+    Tile(8, 32, 4, is_pinned=True),
+    Tile(1, 32, 4, is_pinned=True),
 )
 GATES = ((8192, 8192), (28672, 8192))
 WANTED = 3.0
@@ -158,8 +156,7 @@ def tiles_of_shape(rows: int, columns: int, options: argparse.Namespace, report:
     weight = weight_of(rows, columns, 0.9)
     entries, found = from_dense(weight).to(DEVICE, weight.dtype), []
     for name in FORMATS:
-        usual: tuple[Tile, ...] = BITMASK_TILES if name == "bitmask" else MORE_LANE_TILES
-        mine = attempted(name, entries, weight, 1, usual[:2] if options.small else usual)
+        mine = attempted(name, entries, weight, 1, MORE_TILES[:2] if options.small else MORE_TILES)
         for row in sorted(mine, key=lambda row: row["us"] if isinstance(row["us"], float) else float("inf")):
             report.say(line(row, dense))
         found += mine
@@ -200,13 +197,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def short(tile: Tile) -> str:
-    if isinstance(tile, BitmaskTile):
-        return f"{tile.rows} x {tile.columns}, {tile.warps} warps, {tile.stages} stages"
-    return (
-        f"{tile.warps} warps, width {tile.width}, {tile.steps} steps"
-        + ", ahead" * tile.is_ahead
-        + ", pinned" * tile.is_pinned
-    )
+    return f"{tile.warps} warps, width {tile.width}, {tile.steps} steps" + ", pinned" * tile.is_pinned
 
 
 def line(row: dict[str, Any], dense: float) -> str:
@@ -264,8 +255,7 @@ def layer_row(rows: int, columns: int, sparsity: float, batch: int, kinds: list[
     dense, weight = dense_us(rows, columns, batch), weight_of(rows, columns, sparsity)
     entries, us = from_dense(weight).to(DEVICE, weight.dtype), dict[str, Any]()
     for kind in kinds:
-        some: tuple[Tile, ...] = BITMASK_TILES[:2] if kind == "bitmask" else LANE_TILES[:4]
-        found = attempted(kind, entries, weight, batch, some)
+        found = attempted(kind, entries, weight, batch, TILES[:4])
         right = [row["us"] for row in found if is_right(row)]
         us[kind] = min(right) if right else next((str(r["us"]) for r in found if isinstance(r["us"], str)), "WRONG")
     best = min((taken for taken in us.values() if isinstance(taken, float)), default=float("inf"))

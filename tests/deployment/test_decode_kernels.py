@@ -20,23 +20,21 @@ from triton_interpreter import mend_interpreter, on_the_gpu
 
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
 from growprune.deployment.cuda import graphed
-from growprune.deployment.cuda.formats import LaneMatrix, bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.formats import LaneMatrix, lane_matrix
 from growprune.deployment.cuda.linear import SparseLinear
-from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile, product
+from growprune.deployment.cuda.products import Tile, product
 from growprune.deployment.cuda.tuning import FORMATS, choose, fastest, times_of_tiles
 from growprune.errors import GrowpruneError
 
-MAKERS: dict[str, Callable[[SparseMatrix], Matrix]] = {
+MAKERS: dict[str, Callable[[SparseMatrix], LaneMatrix]] = {
     "columns, 8 lanes": lambda entries: lane_matrix(entries, lanes=8, has_offsets=False),
     "columns, 32 lanes": lambda entries: lane_matrix(entries, lanes=32, has_offsets=False),
     "offsets, 4 lanes": lambda entries: lane_matrix(entries, lanes=4),
     "offsets, 16 lanes": lambda entries: lane_matrix(entries, lanes=16),
-    "bitmask": bitmask_matrix,
 }
 TILES: dict[str, tuple[Tile, ...]] = {
-    "columns": (LaneTile(1, 16, 2, True, True), LaneTile(2, 64, 1, False, split=1)),
-    "offsets": (LaneTile(1, 8, 1, True, split=1), LaneTile(4, 32, 2, False, True, split=3)),
-    "bitmask": (BitmaskTile(16, 64, 2, 1), BitmaskTile(32, 256, 4, 3, split=2)),
+    "columns": (Tile(1, 16, 2, True), Tile(2, 64, 1, split=1)),
+    "offsets": (Tile(1, 8, 1, split=1), Tile(4, 32, 2, True, split=3)),
 }
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 """How far a sum may be from the exact one, relative to the largest."""
@@ -116,18 +114,10 @@ def test_rows_are_sorted_by_length() -> None:
     assert lane_matrix(from_dense(weight)).order.tolist() == [1, 3, 0, 2]
 
 
-def test_marks_are_bits_and_how_many_live_before_them() -> None:
-    weight = torch.zeros(1, 300)
-    weight[0, [0, 7, 8, 299]] = 1.0
-    matrix = bitmask_matrix(from_dense(weight))
-    assert matrix.marks[0, :3].tolist() == [0b10000001, 0b00000001 + 2 * 256, 3 * 256]
-    assert matrix.starts.tolist() == [[0, 3]]
-
-
 def test_bytes_a_weight_are_what_they_are_said_to_be() -> None:
     entries = entries_of(random_weight(256, 4096, 0.9))
     bytes_each = {kind: make(entries).num_bytes / entries.values.numel() for kind, make in FORMATS.items()}
-    assert bytes_each == pytest.approx({"offsets": 3.2, "columns": 4.05, "bitmask": 4.65}, abs=0.06)
+    assert bytes_each == pytest.approx({"offsets": 3.2, "columns": 4.05}, abs=0.06)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -159,9 +149,10 @@ def test_16_bits_hold_65536_columns_and_no_more() -> None:
     for has_offsets in (False, True):
         narrow = lane_matrix(from_dense(weight[:, :-1]), has_offsets=has_offsets)
         assert torch.equal(narrow.dense(), weight[:, :-1])
-        with pytest.raises(GrowpruneError, match="65537 columns, but 16-bit columns allow 65536: use the bitmask"):
+        with pytest.raises(
+            GrowpruneError, match="65537 columns, but 16-bit columns allow 65536"
+        ):
             lane_matrix(from_dense(weight), has_offsets=has_offsets)
-    assert torch.equal(bitmask_matrix(from_dense(weight)).dense(), weight)
 
 
 # kernels
@@ -183,7 +174,7 @@ def check_product(weight: Tensor, kind: str, batch: int, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "batch"),
-    [*((kind, batch) for kind in MAKERS for batch in (1, 16)), ("offsets, 16 lanes", 3), ("bitmask", 5)],
+    [*((kind, batch) for kind in MAKERS for batch in (1, 16)), ("offsets, 16 lanes", 3)],
 )
 def test_a_product_is_that_of_float64_rounded(kind: str, batch: int, device: str) -> None:
     check_product(uneven_weight(), kind, batch, device)
@@ -209,7 +200,7 @@ from growprune.deployment.cuda.product_kernels import _lanes_kernel as kernel
 
 for has_offsets in (True, False):
     for batch in (1, 8):
-        sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, AHEAD=True, PINNED=False)
+        sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, PINNED=False)
         types = dict(x="*bf16", index="*i64", bases="*i64", values="*bf16", out="*bf16")
         types |= dict(unit_starts="*i32", slab_starts="*i32", order="*i32")
         types |= dict.fromkeys(("num_rows", "num_columns", "batch", "split_units"), "i32")
@@ -234,7 +225,7 @@ def test_for_hopper_loads_are_wide_and_threads_do_not_wait_for_one_another(tmp_p
     run = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=True)
     found = [[int(n) for n in line.split()] for line in run.stdout.splitlines()]
     assert [barriers for barriers, _, _ in found] == [1] * 4  # one, at the end, for the sums
-    assert [pairs for _, pairs, _ in found] == [8] * 4  # two steps now and two ahead: values, and bases or columns
+    assert [pairs for _, pairs, _ in found] == [4] * 4  # two steps: values, and bases or columns
     assert [fours for _, _, fours in found] == [0, 16, 0, 16]  # eight samples of a column
 
 
@@ -263,7 +254,7 @@ def test_a_graphed_step_gives_what_the_layer_gives() -> None:
 def test_without_a_gpu_or_the_interpreter_a_product_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     weight, x = random_weight(6, 9, 0.5, torch.float32), torch.ones(2, 9)
-    assert torch.equal(product(bitmask_matrix(from_dense(weight)), x), F.linear(x, weight))
+    assert torch.equal(product(lane_matrix(from_dense(weight)), x), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -280,12 +271,12 @@ def test_a_batch_over_16_is_taken_16_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     sizes = []
     plain = product
 
-    def counted(matrix: Matrix, x: Tensor, tile: Tile | None) -> Tensor:
+    def counted(matrix: LaneMatrix, x: Tensor, tile: Tile | None) -> Tensor:
         sizes.append(len(x))
         return plain(matrix, x, tile)
 
     monkeypatch.setattr("growprune.deployment.cuda.linear.product", counted)
-    layer = SparseLinear(bitmask_matrix(from_dense(torch.eye(4))))
+    layer = SparseLinear(lane_matrix(from_dense(torch.eye(4))))
     layer(torch.ones(40, 4))
     assert sizes == [16, 16, 8]
     layer(torch.ones(65, 4))
@@ -295,10 +286,10 @@ def test_a_batch_over_16_is_taken_16_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 def test_a_layer_takes_its_tile_for_as_many_samples_as_it_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     monkeypatch.setattr("growprune.deployment.cuda.linear.product", lambda m, x, tile: taken.append(tile) or x)
-    layer = SparseLinear(lane_matrix(from_dense(torch.eye(4))), tile=LaneTile(8), samples=8)
+    layer = SparseLinear(lane_matrix(from_dense(torch.eye(4))), tile=Tile(8), samples=8)
     for batch in (1, 8, 9):
         layer(torch.ones(batch, 4))
-    assert taken == [LaneTile(8), LaneTile(8), None]
+    assert taken == [Tile(8), Tile(8), None]
 
 
 def test_a_layer_can_be_copied_and_converted() -> None:
@@ -320,19 +311,18 @@ def test_a_layer_can_be_copied_and_converted() -> None:
 )
 def test_what_does_not_fit_is_refused(x: Tensor, message: str) -> None:
     with pytest.raises(GrowpruneError, match=message):
-        product(bitmask_matrix(from_dense(torch.eye(4))), x)
+        product(lane_matrix(from_dense(torch.eye(4))), x)
 
 
 # choosing
 
 
 @pytest.mark.parametrize(
-    ("slow", "kept"),
-    [({}, "bitmask"), ({"bitmask": 9.0}, "columns"), (dict.fromkeys(("offsets", "columns", "bitmask"), 9.0), "dense")],
+    ("slow", "kept"), [({}, "columns"), ({"columns": 9.0}, "offsets"), ({"offsets": 9.0, "columns": 9.0}, "dense")]
 )
 def test_the_fastest_is_kept(slow: dict[str, float], kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"dense": 4.0, "offsets": 3.0, "columns": 2.0, "bitmask": 1.0} | slow
-    kinds = iter(("offsets", "columns", "bitmask"))
+    times = {"dense": 4.0, "offsets": 3.0, "columns": 2.0} | slow
+    kinds = iter(("offsets", "columns"))
     monkeypatch.setattr(
         "growprune.deployment.cuda.tuning.fastest", lambda m, tiles, batch, s: (tiles[0], times[next(kinds)])
     )
@@ -345,10 +335,10 @@ def test_the_fastest_is_kept(slow: dict[str, float], kept: str, monkeypatch: pyt
 def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = product
 
-    def broken(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
-        if isinstance(matrix, LaneMatrix) and matrix.bases is not None:
+    def broken(matrix: LaneMatrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+        if matrix.bases is not None:
             raise RuntimeError("out of shared memory\nand more")
-        return plain(matrix, x, tile) * (2 if isinstance(matrix, LaneMatrix) else 1)
+        return plain(matrix, x, tile) * 2
 
     monkeypatch.setattr("growprune.deployment.cuda.linear.product", broken)
     monkeypatch.setattr("growprune.deployment.cuda.tuning.time_of", lambda layers, x: 1.0)
@@ -356,13 +346,13 @@ def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(monkeypatch: py
     assert choice.failed.keys() == {"offsets", "columns"}
     assert "out of shared memory" in choice.failed["offsets"] and "and more" not in choice.failed["offsets"]
     assert "relative difference from the dense product is 1.0e+00" in choice.failed["columns"]
-    assert choice.sparse_us == 1.0  # of the bitmask, which is left
+    assert (choice.kind, choice.sparse_us) == ("dense", None)
 
 
 def test_a_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, tiles = product, (LaneTile(1), LaneTile(2), LaneTile(4))
+    plain, tiles = product, (Tile(1), Tile(2), Tile(4))
 
-    def broken(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+    def broken(matrix: LaneMatrix, x: Tensor, tile: Tile | None = None) -> Tensor:
         if tile == tiles[0]:
             raise RuntimeError("too many registers")
         return plain(matrix, x, tile)
@@ -377,7 +367,7 @@ def test_a_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_when_time_is_up_no_more_tiles_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("growprune.deployment.cuda.tuning.time_of", lambda layers, x: 1.0)
-    tiles = (LaneTile(1), LaneTile(2))
+    tiles = (Tile(1), Tile(2))
     assert [tile for tile, _ in times_of_tiles(lane_matrix(from_dense(torch.eye(4))), tiles, 1, 0)] == [tiles[0]]
 
 

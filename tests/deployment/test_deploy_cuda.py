@@ -21,7 +21,7 @@ from growprune.deployment import api
 from growprune.deployment.api import checked_device, deploy_on_gpu
 from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.linear import SparseLinear
-from growprune.deployment.cuda.products import BitmaskTile, LaneTile
+from growprune.deployment.cuda.products import Tile
 from growprune.deployment.cuda.tuning import Choice
 from growprune.deployment.deployed import Deployed
 from growprune.deployment.deployed_folder import read_table
@@ -86,7 +86,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kinds: dict[int, str]) -> list[tupl
     def chosen(entries: Any, *, bias: Tensor | None, batch: int, seconds: float) -> Choice:
         calls.append((entries.columns, batch))
         kind = kinds[entries.columns]
-        return Choice(kind, None if kind == "dense" else LaneTile(2), 20.0, 5.0)
+        return Choice(kind, None if kind == "dense" else Tile(2), 20.0, 5.0)
 
     monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
     return calls
@@ -121,7 +121,7 @@ def test_layers_of_one_kind_are_timed_once_for_the_samples_of_the_example(monkey
         ("3", "32x32 x 6", "dense"),
     ]
     assert (fast.table[1].dense_ms, fast.table[1].sparse_ms) == (0.02, 0.005)
-    assert (fast.module[1].tile, fast.module[1].samples) == (LaneTile(2), 6)
+    assert (fast.module[1].tile, fast.module[1].samples) == (Tile(2), 6)
     assert type(fast.module[3]) is nn.Linear
     assert torch.equal(fast.module[3].weight, model[3].weight)
     torch.testing.assert_close(fast(x), model(x))
@@ -233,7 +233,7 @@ def test_conv1d_of_transformers_is_a_linear_layer() -> None:
 
 
 def test_rows_come_back_from_json() -> None:
-    for kind, tile in (("offsets", LaneTile(8, 16)), ("bitmask", BitmaskTile(16))):
+    for kind, tile in (("offsets", Tile(8, 16)), ("columns", Tile(2, is_pinned=True))):
         row = Row("fc", "8x8 x 1", 0.9, 1.0, 0.5, "sparse", tile, kind)
         content = json.loads(json.dumps(dataclasses.asdict(row)))
         table = {"rows": [content], "deployed_ms": None, "torch_ms": None, "in_torch": []}
@@ -271,7 +271,7 @@ def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatc
     )
     again = gp.load_deployed(tmp_path / "fast", sparse_mlp().model)
     assert [type(part) for part in again.module] == [SparseLinear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
-    assert (again.module[0].kind, again.module[0].tile) == ("columns", LaneTile(2))
+    assert (again.module[0].kind, again.module[0].tile) == ("columns", Tile(2))
     assert again.table == fast.table
     assert torch.equal(again(x), fast(x))
 

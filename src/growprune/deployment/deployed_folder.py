@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.deployment.cpu.library import Tile, cpu_model
-from growprune.deployment.cuda.products import BitmaskTile, LaneTile
+from growprune.deployment.cuda.products import Tile as GpuTile
 from growprune.deployment.cuda.tuning import DENSE, FORMATS
 from growprune.deployment.example import Example, first_line
 from growprune.deployment.layer_table import Row, Table
@@ -123,12 +123,13 @@ def _row(row: Mapping[str, Any]) -> Row:
     choice, format = row["choice"], row["format"]
     if choice not in CHOICES or format not in ("", DENSE, *FORMATS):
         raise ValueError(f"a choice is {str(choice)[:20]!r} in the format {str(format)[:20]!r}")
-    tile, kind = None, Tile if format in ("", DENSE) else BitmaskTile if format == "bitmask" else LaneTile
+    tile: Any = None
+    kind: Any = Tile if format in ("", DENSE) else GpuTile
     if row["tile"] is not None:
         low = 1 if kind is Tile else 0
         numbers = {field.name: row["tile"][field.name] for field in fields(kind)}
         options: dict[str, Any] = {
-            name: value if name.startswith("is_") and isinstance(value, bool) else _whole(value, low, MAX_TILE)
+            name: value if name == "is_pinned" and isinstance(value, bool) else _whole(value, low, MAX_TILE)
             for name, value in numbers.items()
         }
         tile = kind(**options)

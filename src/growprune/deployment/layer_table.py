@@ -30,7 +30,7 @@ class Row:
     tile: Tile | GpuTile | None = None
     """How the product is cut up, where it runs on our kernels."""
     format: str = ""
-    """On a GPU: "offsets", "columns", "bitmask" or "dense"."""
+    """On a GPU: "offsets", "columns" or "dense"."""
 
 
 @dataclass(frozen=True)

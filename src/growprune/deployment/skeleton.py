@@ -23,6 +23,7 @@ from growprune.deployment.cpu.matrix import (
     matrix_of_zeros,
     pattern_of,
 )
+from growprune.deployment.cuda.formats import MOST_COLUMNS
 from growprune.deployment.cuda.products import DTYPES
 from growprune.masks.layers import Weight, dense_shape, layer_weights, shape_of
 from growprune.masks.patterns import Pattern, Unstructured
@@ -101,6 +102,8 @@ def skeleton_of(model: nn.Module | SparseModel, *, for_gpu: bool = False) -> Ske
         if len(weights[0].shape) != len(shape) or (weights[0].transposed and len(shape) != 2):
             continue
         matrix = _matrix(owner, local, weights, sparse, for_gpu)
+        if for_gpu and matrix.columns > MOST_COLUMNS:
+            continue
         if matrix.sparsity >= (WORTHWHILE_ON_A_GPU if for_gpu else WORTHWHILE):
             matrices[name] = matrix
             nothing[name] = nn.Parameter(nothing_like(values.detach(), shape).cpu(), requires_grad=False)

@@ -1,6 +1,6 @@
-"""The formats of a sparse matrix on a GPU: for the lanes of a warp, or as a bitmask for tensor cores.
+"""The format of a sparse matrix on a GPU: rows cut for the lanes of a warp.
 
-Lanes: rows cut for the lanes of a warp, live values with 16-bit columns, or with 8-bit offsets from a shared column.
+Live values have 16-bit columns, or 8-bit offsets from a shared column.
 
 A *unit* is eight live weights of one row, which one lane of the GPU takes: 16 bytes of bfloat16 in one load. A *slab*
 is as many units as lanes share a row, and eight *runs* across them: entry `i` of run `j` is the `j`-th weight of unit
@@ -16,13 +16,6 @@ brings 20 bytes a cycle to a multiprocessor, 5 to 6 weights, but looks up only 4
 
 The last slab of a row is as narrow as it can be, so at most seven zeros are added to a row, plus those of short runs.
 Rows lie sorted by length, longest first, so that those of one program are alike; `order` says where they belong.
-
-Bitmask: one bit a weight, the live values in row-major order, and where the values of each eight weights begin.
-Dense tiles are made of it in registers and given to the tensor cores, so the work does not depend on how many weights
-live, and hardly on the batch: what it is good for is large batches at low sparsity, and more columns than 16 bits can
-say. The work, some 12 instructions a weight, is what takes the time, not the bytes; so a second byte for each byte of
-mask says how many weights live before it in its segment of 256, which spares a prefix sum: 0.25 bytes a weight and 2 a
-live one, 4.4 times fewer than dense at 90 %, 2.4 at 70 %. The values are those of compact storage as they are.
 """
 
 from __future__ import annotations
@@ -43,9 +36,6 @@ MOST_COLUMNS = 1 << 16
 SLOTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which byte of a unit's offsets is that of each run: every other byte is then four 16-bit numbers, to be added to the
 four 16-bit first columns at once."""
-SEGMENT = 256
-"""Weights of a row that share a start: the numbers of live ones before each byte fit a byte."""
-OCTETS = SEGMENT // 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +95,7 @@ def lane_matrix(entries: SparseMatrix, *, lanes: int = 16, has_offsets: bool = T
     """
     if entries.columns > MOST_COLUMNS:
         raise GrowpruneError(
-            f"the matrix has {entries.columns} columns, but 16-bit columns allow {MOST_COLUMNS}: use the bitmask format"
+            f"the matrix has {entries.columns} columns, but 16-bit columns allow {MOST_COLUMNS}: leave the layer dense"
         )
     if lanes not in (1, 2, 4, 8, 16, 32):
         raise GrowpruneError(f"lanes must be a power of two up to 32, got {lanes}")
@@ -201,53 +191,3 @@ def _first_columns(places: Tensor, bounds: Tensor) -> Tensor:
 
 def _starts(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
-@dataclass(frozen=True, eq=False)
-class BitmaskMatrix:
-    """A matrix as `product` in products.py takes it."""
-
-    rows: int
-    columns: int
-    marks: Tensor
-    """int16 (rows, octets): a byte of mask, least significant bit first; above it, how many live before it."""
-    starts: Tensor
-    """int32 (rows, segments): where in `values` each segment begins."""
-    values: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """What a product reads of it."""
-        return self.marks.nbytes + self.starts.nbytes + self.values.nbytes
-
-    def dense(self) -> Tensor:
-        """The matrix, (rows, columns)."""
-        marks = self.marks.long() & 0xFFFF
-        bits = (marks[:, :, None] >> torch.arange(8, device=marks.device)) & 1
-        first = self.starts.long().repeat_interleave(OCTETS, 1) + (marks >> 8)
-        rank = first[:, :, None] + bits.cumsum(2) - bits
-        padded = torch.cat([self.values, self.values.new_zeros(1)])
-        dense = torch.where(bits == 1, padded[rank.clamp(max=len(self.values))], 0)
-        return dense.view(self.rows, marks.shape[1] * 8)[:, : self.columns].contiguous()
-
-
-def bitmask_matrix(entries: SparseMatrix) -> BitmaskMatrix:
-    """Lay live weights, in blocks of 1 x 1, out as a bitmask. Values keep their dtype."""
-    if entries.values.numel() >= 1 << 31:
-        raise GrowpruneError(f"{entries.values.numel()} live weights are too many for one bitmask: split the matrix")
-    segments = -(-entries.columns // SEGMENT)
-    row = entries.block_rows
-    octet = row * (segments * OCTETS) + entries.places // 8
-    bits, counts = (torch.zeros(entries.rows * segments * OCTETS, dtype=torch.int32, device=row.device) for _ in "12")
-    bits.index_add_(0, octet, torch.ones_like(entries.places) << (entries.places % 8))
-    counts.index_add_(0, octet, torch.ones_like(entries.places))
-    counts = counts.view(-1, OCTETS)
-    ends = counts.sum(1).cumsum(0)
-    before = counts.cumsum(1) - counts
-    return BitmaskMatrix(
-        rows=entries.rows,
-        columns=entries.columns,
-        marks=(bits + before.view(-1).to(torch.int32) * 256).to(torch.int16).view(entries.rows, segments * OCTETS),
-        starts=(ends - counts.sum(1)).to(torch.int32).view(entries.rows, segments),
-        values=entries.values,
-    )

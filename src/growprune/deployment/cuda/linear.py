@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.deployment.cuda.products import MOST_SAMPLES, Matrix, Tile, product
+from growprune.deployment.cuda.formats import LaneMatrix
+from growprune.deployment.cuda.products import MOST_SAMPLES, Tile, product
 
 FEW_ROUNDS = 4
 """Batches of up to this many times 16 are computed 16 at a time; larger ones with a dense copy, made for the call."""
@@ -30,7 +31,7 @@ class SparseLinear(nn.Module):
 
     def __init__(
         self,
-        matrix: Matrix,
+        matrix: LaneMatrix,
         *,
         bias: Tensor | None = None,
         kind: str = "sparse",
@@ -47,7 +48,7 @@ class SparseLinear(nn.Module):
         self._matrix = matrix
 
     @property
-    def matrix(self) -> Matrix:
+    def matrix(self) -> LaneMatrix:
         """The matrix of the buffers, wherever they are now."""
         if self._matrix.values is not self.matrix_values:  # moved or converted
             parts = {name[7:]: part for name, part in self._buffers.items() if name.startswith("matrix_")}

@@ -12,8 +12,6 @@ x is read through the first-level cache, in which it stays: weights are marked t
 For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
 cache can hold, all programs of a part come before those of the next.
 
-`_bitmask_kernel`: a program makes dense tiles of a few rows, and multiplies them with x on the tensor cores.
-
 With few rows, the columns are split among programs; `_sum_kernel` adds their sums up, always in the same order.
 What need not be known to compile is kept from Triton (`do_not_specialize`), so that one kernel serves all layers.
 """
@@ -44,7 +42,6 @@ def _lanes_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
-    AHEAD: tl.constexpr,
     PINNED: tl.constexpr,
 ):
     exists, first, slab, count, place = _rows(unit_starts, slab_starts, order, num_rows, ROWS)
@@ -52,14 +49,8 @@ def _lanes_kernel(
     count = tl.minimum(count, begin + split_units)
     x += tl.program_id(2) * num_columns * BATCH
     sums = tl.zeros([WIDTH, ROWS] if BATCH == 1 else [WIDTH, ROWS, BATCH], tl.float32)
-    if AHEAD:
-        ahead = _fetch(index, bases, values, first, slab, count, begin, OFFSETS, LANES, WIDTH, STEPS)
     for unit in range(begin, tl.max(count, 0), WIDTH * STEPS):
-        if AHEAD:
-            loaded = ahead  # what comes next is on its way while this is worked on
-            ahead = _fetch(index, bases, values, first, slab, count, unit + WIDTH * STEPS, OFFSETS, LANES, WIDTH, STEPS)
-        else:
-            loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, WIDTH, STEPS)
+        loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, WIDTH, STEPS)
         if PINNED:
             tl.debug_barrier()  # loads do not move past it, so all of them are on their way before the first is used
         for step in tl.static_range(STEPS):
@@ -194,62 +185,6 @@ def _inputs(x, column, BATCH: tl.constexpr):
     """The inputs of one column: one, or up to eight that are loaded as one."""
     at = column if BATCH == 1 else column[:, :, None] * BATCH + tl.arange(0, BATCH)[None, None, :]
     return tl.load(x + at, eviction_policy="evict_last")
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_segments", "batch", "split_segments"])
-def _bitmask_kernel(
-    x,
-    marks,
-    starts,
-    values,
-    out,
-    num_rows,
-    num_columns,
-    num_segments,
-    batch,
-    split_segments,
-    BATCH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < num_rows
-    begin = tl.program_id(1) * split_segments
-    end = tl.minimum(num_segments, begin + split_segments)
-    line = row.to(tl.int64) * num_segments
-    sample = tl.arange(0, BATCH)
-    sums = tl.zeros([ROWS, BATCH], tl.float32)
-    for first in tl.range(begin * 256, end * 256, COLUMNS, num_stages=STAGES):
-        octet = line[:, None] * 32 + first // 8 + tl.arange(0, COLUMNS // 8)[None, :]
-        mark = tl.load(marks + octet, mask=exists[:, None], other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
-        start = tl.load(starts + line + first // 256, mask=exists, other=0)
-        dense = _tile(values, mark, start, ROWS, COLUMNS)
-        column = first + tl.arange(0, COLUMNS)
-        inputs = tl.load(
-            x + sample[None, :] * num_columns + column[:, None],
-            mask=(column < num_columns)[:, None] & (sample < batch)[None, :],
-            other=0,
-        )
-        sums = tl.dot(dense, inputs, sums, input_precision="ieee")
-    out += tl.program_id(1).to(tl.int64) * batch * num_rows
-    at = sample[None, :] * num_rows + row[:, None]
-    tl.store(out + at, sums.to(out.dtype.element_ty), mask=exists[:, None] & (sample < batch)[None, :])
-
-
-@triton.jit
-def _tile(values, mark, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A dense tile of marked weights. Bit i of a byte goes to bit 4 i; a product counts those below each."""
-    nibbles = mark & 0xFF
-    nibbles = (nibbles | (nibbles << 12)) & 0x000F000F
-    nibbles = (nibbles | (nibbles << 6)) & 0x03030303
-    nibbles = (nibbles | (nibbles << 3)) & 0x11111111
-    before = nibbles * 0x11111111 - nibbles
-    shift = (tl.arange(0, 8) * 4).to(tl.uint32)[None, None, :]
-    rank = (before[:, :, None] >> shift) & 15
-    lives = ((nibbles[:, :, None] >> shift) & 1) != 0
-    at = (values + (start[:, None] + (mark >> 8).to(tl.int32)))[:, :, None] + rank
-    return tl.reshape(tl.load(at, mask=lives, other=0), [ROWS, COLUMNS])
 
 
 @triton.jit(do_not_specialize=["batch"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growprune.deployment.cuda.formats import BitmaskMatrix, LaneMatrix
+from growprune.deployment.cuda.formats import LaneMatrix
 from growprune.errors import GrowpruneError
 
 MOST_SAMPLES = 16
@@ -23,38 +23,19 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
-class LaneTile:
-    """How a program goes about a `LaneMatrix`."""
+class Tile:
+    """How a program divides the work of a product."""
 
     warps: int = 4
     width: int = 32
     """Threads that share a row; a program has as many rows as its warps have threads for."""
     steps: int = 2
     """Units of a thread whose loads are started together."""
-    is_ahead: bool = False
-    """Whether the next units are loaded while these are worked on."""
     is_pinned: bool = False
     """Whether loads stay before what uses them: more bytes on their way, but more registers, and so fewer threads."""
     split: int = 0
     """Programs that share the columns of a row; 0: as many as fill the GPU, and keep x in the first-level cache."""
 
-
-@dataclass(frozen=True)
-class BitmaskTile:
-    """How a program goes about a `BitmaskMatrix`."""
-
-    rows: int = 32
-    columns: int = 128
-    """Of a dense tile; 256 at most."""
-    warps: int = 4
-    stages: int = 3
-    """Tiles whose marks and inputs are on their way at once."""
-    split: int = 0
-    """Programs that share the columns of a row; 0: as many as fill the GPU."""
-
-
-Matrix = LaneMatrix | BitmaskMatrix
-Tile = LaneTile | BitmaskTile
 
 ENOUGH_PROGRAMS = 264
 """Two for each multiprocessor of an H200; with fewer, the columns are split."""
@@ -64,7 +45,7 @@ NEAR_BYTES = 160 << 10
 """Of x, that stay in the first-level cache of an H200, which has 256 KB."""
 
 
-def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+def product(matrix: LaneMatrix, x: Tensor, tile: Tile | None = None) -> Tensor:
     """(batch, rows), in the dtype of x: the matrix times each of up to 16 samples. The same bits every time."""
     dtype, device = matrix.values.dtype, matrix.values.device
     if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES:
@@ -85,35 +66,26 @@ def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
     except ImportError:
         raise GrowpruneError("sparse products on CUDA need Triton: pip install triton") from None
     x, batch = x.contiguous(), len(x)
-    if isinstance(matrix, LaneMatrix):
-        tile = tile if isinstance(tile, LaneTile) else LaneTile()
-        together = min(LOAD_BYTES // x.element_size(), 1 << (batch - 1).bit_length())
-        inputs, rounds = x, -(-batch // together)
-        if batch > 1:  # so that one load brings all inputs of a column
-            inputs = torch.empty(rounds, matrix.columns, together, dtype=dtype, device=device)
-            grid = (-(-matrix.columns // 128), rounds, 1)
-            _launch(kernels._interleave_kernel, grid, (x, inputs), (batch, matrix.columns, together, 128), 4)
-        width = min(tile.width, tile.warps * 32)
-        rows = tile.warps * 32 // width
-        programs, slabs = -(-matrix.rows // rows), -(-matrix.most_units // matrix.lanes)
-        parts = -(-matrix.columns * together * x.element_size() // NEAR_BYTES)
-        split = _split(tile.split, programs, slabs, parts)
-        share = max(1, -(-slabs // split)) * matrix.lanes
-        bases = matrix.index if matrix.bases is None else matrix.bases
-        lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
-        kernel, grid = kernels._lanes_kernel, (programs, split, rounds)
-        places = (matrix.unit_starts, matrix.slab_starts, matrix.order)
-        tensors: tuple[Tensor, ...] = (inputs, matrix.index, bases, matrix.values, *places)
-        numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
-        sizes: tuple[int, ...] = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead, tile.is_pinned)
-    else:
-        tile = tile if isinstance(tile, BitmaskTile) else BitmaskTile()
-        segments, programs = matrix.starts.shape[1], -(-matrix.rows // tile.rows)
-        split = _split(tile.split, programs, segments)
-        share = max(1, -(-segments // split))
-        kernel, grid = kernels._bitmask_kernel, (programs, split, 1)
-        tensors = (x, matrix.marks, matrix.starts, matrix.values)
-        sizes = (matrix.rows, matrix.columns, segments, batch, share, 16, tile.rows, tile.columns, tile.stages)
+    tile = tile or Tile()
+    together = min(LOAD_BYTES // x.element_size(), 1 << (batch - 1).bit_length())
+    inputs, rounds = x, -(-batch // together)
+    if batch > 1:  # so that one load brings all inputs of a column
+        inputs = torch.empty(rounds, matrix.columns, together, dtype=dtype, device=device)
+        grid = (-(-matrix.columns // 128), rounds, 1)
+        _launch(kernels._interleave_kernel, grid, (x, inputs), (batch, matrix.columns, together, 128), 4)
+    width = min(tile.width, tile.warps * 32)
+    rows = tile.warps * 32 // width
+    programs, slabs = -(-matrix.rows // rows), -(-matrix.most_units // matrix.lanes)
+    least = -(-matrix.columns * together * x.element_size() // NEAR_BYTES)
+    split = max(1, min(tile.split or max(least, -(-ENOUGH_PROGRAMS // programs)), slabs, 16))
+    share = max(1, -(-slabs // split)) * matrix.lanes
+    bases = matrix.index if matrix.bases is None else matrix.bases
+    lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
+    kernel, grid = kernels._lanes_kernel, (programs, split, rounds)
+    places = (matrix.unit_starts, matrix.slab_starts, matrix.order)
+    tensors = (inputs, matrix.index, bases, matrix.values, *places)
+    numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
+    sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_pinned)
     out = torch.empty(batch, matrix.rows, dtype=dtype, device=device)
     if split == 1:
         _launch(kernel, grid, (*tensors, out), sizes, tile.warps)
@@ -122,12 +94,6 @@ def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
     _launch(kernel, grid, (*tensors, sums), sizes, tile.warps)
     _launch(kernels._sum_kernel, (-(-out.numel() // 256), 1, 1), (sums, out), (out.numel(), split, 256), 4)
     return out
-
-
-def _split(asked: int, programs: int, most: int, least: int = 1) -> int:
-    """How many programs share the columns of a row."""
-    wanted = asked or max(least, -(-ENOUGH_PROGRAMS // programs))
-    return max(1, min(wanted, most, 16))
 
 
 def _launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], sizes: Any, warps: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growprune.deployment.cuda.formats import MOST_COLUMNS
 from growprune.deployment.cuda.linear import SparseLinear
 from growprune.deployment.cuda.products import MOST_SAMPLES
 from growprune.deployment.cuda.tuning import DENSE, FORMATS, Choice, choose
@@ -62,7 +61,7 @@ def deploy_linears(
         if path in known:
             row = known[path]
         elif seconds <= 0:  # the likeliest
-            row = replace(row, choice="sparse", format="bitmask" if matrix.columns > MOST_COLUMNS else "offsets")
+            row = replace(row, choice="sparse", format="offsets")
         else:
             if (key := keys[path]) not in measured:
                 measured[key] = choose(entries, bias=bias, batch=samples, seconds=share)

@@ -11,23 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from growprune.deployment.cpu.matrix import SparseMatrix
-from growprune.deployment.cuda.formats import MOST_COLUMNS, bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.formats import LaneMatrix, lane_matrix
 from growprune.deployment.cuda.graphs import BEYOND_CACHE, microseconds
 from growprune.deployment.cuda.linear import SparseLinear
-from growprune.deployment.cuda.products import MOST_SAMPLES, BitmaskTile, LaneTile, Matrix, Tile, kernel_failures
+from growprune.deployment.cuda.products import MOST_SAMPLES, Tile, kernel_failures
 from growprune.deployment.example import first_line
 
-LANE_TILES = (
-    LaneTile(4, 32, 2),
-    LaneTile(4, 32, 4, is_pinned=True),
-    LaneTile(4, 32, 2, is_pinned=True),
-    LaneTile(4, 32, 4),
-    LaneTile(4, 16, 4, is_pinned=True),
-    LaneTile(4, 16, 2, is_ahead=True, is_pinned=True),
-    LaneTile(2, 32, 4, is_pinned=True),
-    LaneTile(4, 128, 1),
+TILES = (
+    Tile(4, 32, 2),
+    Tile(4, 32, 4, is_pinned=True),
+    Tile(4, 32, 2, is_pinned=True),
+    Tile(4, 32, 4),
+    Tile(4, 16, 4, is_pinned=True),
+    Tile(2, 32, 4, is_pinned=True),
+    Tile(4, 128, 1),
 )
-BITMASK_TILES = (BitmaskTile(32, 128, 4, 3), BitmaskTile(16, 256, 4, 1), BitmaskTile(64, 64, 4, 3))
 """Tiles worth a try, the likeliest first."""
 FEW_ALIVE = 0.07
 """The density below which runs of 16 would often reach further than an offset does; so they are runs of 8."""
@@ -37,12 +35,10 @@ MOST_COPIES = 64
 LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """Of a product against the dense one, relative to its norm: several times what rounding gives."""
 
-FORMATS: Mapping[str, Callable[[SparseMatrix], Matrix]] = {
+FORMATS: Mapping[str, Callable[[SparseMatrix], LaneMatrix]] = {
     "offsets": lambda entries: lane_matrix(entries, lanes=8 if 1 - entries.sparsity < FEW_ALIVE else 16),
     "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
-    "bitmask": bitmask_matrix,
 }
-TILES: Mapping[str, Sequence[Tile]] = {"offsets": LANE_TILES, "columns": LANE_TILES, "bitmask": BITMASK_TILES}
 DENSE = "dense"
 
 
@@ -76,11 +72,9 @@ def choose(
     tiles: dict[str, Tile] = {}
     failed: dict[str, str] = {}
     for kind, make in FORMATS.items():
-        if kind != "bitmask" and entries.columns > MOST_COLUMNS:
-            continue
         try:
             matrix = make(entries)
-            tile, us = fastest(matrix, TILES[kind], few, seconds / (1 + len(FORMATS)))
+            tile, us = fastest(matrix, TILES, few, seconds / (1 + len(FORMATS)))
             layer = SparseLinear(matrix, bias=bias, kind=kind, tile=tile, samples=few)
             if batch > MOST_SAMPLES or bias is not None:
                 us = time_of(copies(layer), x)
@@ -105,7 +99,7 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return layer
 
 
-def fastest(matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")) -> tuple[Tile, float]:
+def fastest(matrix: LaneMatrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")) -> tuple[Tile, float]:
     """The fastest of some tiles, and what a product takes with it. One that cannot run is left out, unless none can."""
     tried = dict(times_of_tiles(matrix, tiles, batch, seconds))
     found = {tile: us for tile, us in tried.items() if isinstance(us, float)}
@@ -116,7 +110,7 @@ def fastest(matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = 
 
 
 def times_of_tiles(
-    matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")
+    matrix: LaneMatrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")
 ) -> Iterator[tuple[Tile, float | str]]:
     """Microseconds that a product takes with each tile, or why it cannot run; at least one is tried."""
     layers, x = copies(SparseLinear(matrix)), _input(matrix, batch)
@@ -155,7 +149,7 @@ def time_of(layers: Sequence[nn.Module], x: Tensor) -> float:
         return microseconds(calls, device=x.device)
 
 
-def _input(of: SparseMatrix | Matrix, batch: int) -> Tensor:
+def _input(of: SparseMatrix | LaneMatrix, batch: int) -> Tensor:
     device = of.values.device
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(batch, of.columns, generator=generator, device=device).to(of.values.dtype)
