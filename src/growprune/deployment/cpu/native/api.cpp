@@ -2,7 +2,6 @@
 #include "depthwise.h"
 #include "plan.h"
 #include "pool.h"
-#include "same_size.h"
 
 using namespace gp;
 
@@ -51,10 +50,6 @@ GP_API Layer *gp_prepare(const Matrix *matrix, const Geometry *geometry, const T
 // Null if memory runs out.
 GP_API Layer *gp_prepare_depthwise(const Geometry *geometry, const float *weights, const float *bias, int activation,
                                    int threads) {
-#if defined(__AVX512F__)
-    if (SameSizeDepthwise::fits(*geometry))
-        return made<SameSizeDepthwise>(*geometry, weights, bias, activation, threads);
-#endif
     return made<Depthwise>(*geometry, weights, bias, activation, threads);
 }
 

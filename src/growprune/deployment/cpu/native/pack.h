@@ -7,7 +7,6 @@
 
 #include <vector>
 
-#include "segments.h"
 #include "weights.h"
 
 namespace gp {
@@ -34,11 +33,11 @@ struct Geometry {
 };
 
 // How one tap reads the vector of inputs that one vector of outputs needs.
-enum Kind : std::uint16_t { TOGETHER, IN_SEGMENTS, SCATTERED };
+enum Kind : std::uint16_t { TOGETHER, SCATTERED };
 
 struct Load {
-    std::int32_t start;  // together: the input column of lane 0, were it not masked; else where in the tables below
-    std::uint16_t keep;  // a bit for each lane that is not padding; in segments: how many there are
+    std::int32_t start;  // together: the input column of lane 0, were it not masked; else where in the table below
+    std::uint16_t keep;  // a bit for each lane that is not padding
     Kind kind;
 };
 
@@ -83,19 +82,6 @@ class Packing {
             is_scattered |= sources[i] - i != start;
         }
         if (!is_scattered) return {static_cast<std::int32_t>(start), static_cast<std::uint16_t>(keep), TOGETHER};
-        return HAS_SEGMENTS && num_lanes == 16 && geometry.stride_width <= 2 ? cut(sources, keep)
-                                                                             : scatter(sources, keep);
-    }
-
-    Load cut(const Index *sources, unsigned keep) {
-        const std::vector<Segment> found = find_segments(sources, geometry.stride_width);
-        if (found.empty()) return scatter(sources, keep);
-        const auto place = static_cast<std::int32_t>(segments.size());
-        segments.insert(segments.end(), found.begin(), found.end());
-        return {place, static_cast<std::uint16_t>(found.size()), IN_SEGMENTS};
-    }
-
-    Load scatter(const Index *sources, unsigned keep) {
         const auto place = static_cast<std::int32_t>(scattered.size());
         for (int i = 0; i < num_lanes; ++i)
             scattered.push_back(static_cast<std::int32_t>(std::max<Index>(0, sources[i])));
@@ -111,9 +97,7 @@ class Packing {
                                                  int count, float *to) const {
         const float *row = x + channel * x_stride;
         for (int u = 0; u < count; ++u, ++from, to += lanes) {
-            if (lanes == 16 && from->kind == IN_SEGMENTS)
-                load_segments(row, segments.data() + from->start, from->keep, geometry.stride_width, to);
-            else if (from->kind == SCATTERED)
+            if (from->kind == SCATTERED)
                 gather<lanes>(row, scattered.data() + from->start, from->keep, to);
             else
                 load_kept<lanes>(row + from->start, from->keep,
@@ -143,6 +127,14 @@ class Packing {
 
     template <int lanes>
     static GP_INLINE void gather(const float *row, const std::int32_t *places, unsigned keep, float *to) {
+#if defined(__AVX512F__)
+        if constexpr (lanes == 16) {
+            const __m512i index = _mm512_loadu_si512(places);
+            const auto mask = static_cast<__mmask16>(keep);
+            _mm512_storeu_ps(to, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, index, row, 4));
+            return;
+        }
+#endif
         if (keep == (1u << lanes) - 1)
             for (int i = 0; i < lanes; ++i) to[i] = row[places[i]];
         else
@@ -151,7 +143,6 @@ class Packing {
 
     int num_lanes;
     std::vector<Load> loads;
-    std::vector<Segment> segments;
     std::vector<std::int32_t> scattered;
 };
 
