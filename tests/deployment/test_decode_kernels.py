@@ -149,9 +149,7 @@ def test_16_bits_hold_65536_columns_and_no_more() -> None:
     for has_offsets in (False, True):
         narrow = lane_matrix(from_dense(weight[:, :-1]), has_offsets=has_offsets)
         assert torch.equal(narrow.dense(), weight[:, :-1])
-        with pytest.raises(
-            GrowpruneError, match="65537 columns, but 16-bit columns allow 65536"
-        ):
+        with pytest.raises(GrowpruneError, match="65537 columns, but 16-bit columns allow 65536"):
             lane_matrix(from_dense(weight), has_offsets=has_offsets)
 
 
