@@ -25,9 +25,9 @@ WIDTH_32 = ("--set", "task.width=32")
 CIFAR10 = ("classification-cifar10/dense", "cifar10.npz", "0.9,0.95", "60")
 CELLS: dict[str, tuple[str, ...]] = {
     "cifar10-width32-tuned": (*CIFAR10, *WIDTH_32, "--set", "compile=true"),
-    "multi30k-tuned": ("translation-multi30k/dense", "multi30k", "0.8,0.9", "40", "--set", "graph=true"),
+    "multi30k-tuned": ("translation-multi30k/dense", "multi30k", "0.8,0.9", "40"),
     "cifar10-width64-tuned": (*CIFAR10, "--set", "compile=true"),
-    "shapenet-tuned": ("segmentation-subset/dense", "shapenet_part_subset.zip", "0.8,0.9", "60", "--set", "graph=true"),
+    "shapenet-tuned": ("segmentation-subset/dense", "shapenet_part_subset.zip", "0.8,0.9", "60"),
     "bccd-tuned": ("detection-bccd/dense", "bccd", "0.8,0.9", "120"),
     "shakespeare-tuned": ("language-shakespeare/dense", "tinyshakespeare/input.txt", "0.8,0.9", "30"),
 }

@@ -198,14 +198,14 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
 
 def waiting_little(recipe: Recipe, folder: Path) -> None:
     """Train; wait for others for 10 seconds only, once all have started, which may take long."""
-    join, patience = engine.start.join, timedelta(seconds=10)  # type: ignore[attr-defined]
+    join, patience = engine.loop.join, timedelta(seconds=10)  # type: ignore[attr-defined]
 
     def join_patiently(device: torch.device, timeout_seconds: float) -> int:
         rank: int = join(device, forked.HANG_SECONDS)
         _set_pg_timeout(patience)
         return rank
 
-    engine.start.join = join_patiently  # type: ignore[attr-defined]
+    engine.loop.join = join_patiently  # type: ignore[attr-defined]
     engine.train(replace(recipe, timeout_seconds=patience.total_seconds()), folder)
 
 

@@ -297,7 +297,7 @@ def test_a_run_does_not_go_on_with_another_model(
 
 
 def test_what_the_tensors_of_a_model_are_does_not_depend_on_their_storage() -> None:
-    from growprune.engine.compatibility import check_same_tensors, tensors_of
+    from growprune.engine.state import check_same_tensors, tensors_of
 
     masked, compact = (
         gp.SparseModel(Toy().build_model(), sparsity=0.8, storage=kind) for kind in ("masked", "compact")

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import growprune as gp
 from growprune import cli, engine, methods
 from growprune.engine.building import build
+from growprune.engine.loop import Interrupted
 from growprune.engine.recipe import Recipe
-from growprune.engine.run import Interrupted
 from growprune.files.filling import load_weights
 
 runner = CliRunner()

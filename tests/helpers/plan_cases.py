@@ -6,14 +6,15 @@ import copy
 import inspect
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from growprune import methods
-from growprune.engine.forks import ForkCursor
+from growprune.engine.forks import Place, returned_by
+from growprune.masks.bits import Snapshot
 from growprune.masks.partition import Partition
 from growprune.methods import METHODS
 from growprune.plan import Part, Parts, Plan, ScheduledPhase, Stage
@@ -34,6 +35,60 @@ def plan_of(name: str, S: Parts, **changes: Any) -> Plan:
     plan: Plan = eval(example[1], {"S": S, **vars(methods)})
     known = inspect.signature(METHODS[name].__wrapped__).parameters  # type: ignore[attr-defined]
     return METHODS[name](S, **{**plan.options, **{k: v for k, v in changes.items() if k in known}})
+
+
+class ForkCursor(Place):
+    """A cursor that trains the branches of forks one after another, as the loop of the engine does.
+
+    Args:
+        is_local: which branches are trained in this process.
+    """
+
+    def __init__(self, *args: Any, is_local: Callable[[int], bool] = lambda branch: True, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.is_local = is_local
+        self.base: Snapshot | None = None
+        self.returned: Snapshot = {}
+        self.merged: list[Snapshot] = []
+        """What the branches of each fork have returned."""
+
+    def _enter_next(self, start: int | None = None) -> ScheduledPhase | None:
+        if self.current is not None:
+            self._leave(self.current)
+            if self.current.returns is not None:
+                self.returned |= returned_by(self.current, self.schedule, self.sparse)
+            self._merge_after(self.current)
+        while self.position + 1 < len(self.schedule):
+            scheduled = self.schedule[self.position + 1]
+            if scheduled.branch is None:
+                break
+            if self.base is None:
+                self.base = self.sparse.snapshot()
+            self._is_fresh = True
+            if self.is_local(scheduled.branch):
+                self.sparse.restore(self.base)
+                break
+            self.sparse.skip(scheduled.phase.edits)
+            self._place_at(scheduled)
+            if start is not None:
+                self.iteration += self.length_of(scheduled.phase)
+                start += self.length_of(scheduled.phase)
+            self._merge_after(scheduled)
+        self._is_fresh |= self.position >= 0 and self.schedule[self.position].branch is not None
+        return self._enter_following(start)
+
+    def _merge_after(self, scheduled: ScheduledPhase) -> None:
+        if scheduled.is_last_branch and self.base is not None:
+            self.merged.append(self.returned)
+            self.sparse.restore(self.base | self.returned)
+            self.base, self.returned = None, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "base": self.base, "returned": dict(self.returned)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.base, self.returned = state["base"], dict(state["returned"])
 
 
 def phases_of(sparse: SparseModel, plan: Plan | Sequence[Stage], **settings: Any) -> Iterator[ScheduledPhase]:

@@ -14,11 +14,10 @@ from typing import Any, get_args, get_type_hints
 import numpy
 import pytest
 import torch
-from plan_cases import all_of, check_same_bits, frozen, options_of, phases_of, plan_of, thawed
+from plan_cases import ForkCursor, all_of, check_same_bits, frozen, options_of, phases_of, plan_of, thawed
 from torch import Tensor, nn
 
 from growprune import methods
-from growprune.engine.forks import ForkCursor
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.methods import METHODS, cyclic_gap, dense, one_shot, parallel_gap, random_gap

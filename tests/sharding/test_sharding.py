@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_cases import ForkCursor
 from sharded import (
     Arrays,
     Block,
@@ -35,7 +36,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import growprune as gp
 from growprune import By, Partition, methods
-from growprune.engine.forks import ForkCursor
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
 from growprune.storage import block_products

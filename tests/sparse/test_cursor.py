@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import all_of, check_same_bits, frozen, loss_of, sgd, small_net, thawed, train_step
+from plan_cases import ForkCursor, all_of, check_same_bits, frozen, loss_of, sgd, small_net, thawed, train_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from growprune.engine.forks import ForkCursor
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.methods import cyclic_gap, gmp, parallel_gap, rigl, static_random

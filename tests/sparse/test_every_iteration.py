@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import check_same_bits, loss_of, sgd, small_net, train_step
+from plan_cases import ForkCursor, check_same_bits, loss_of, sgd, small_net, train_step
 from torch import Tensor, nn
 from torch.func import functional_call
 from toy import cyclic
 
 from growprune import engine, methods
-from growprune.engine.forks import ForkCursor
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition

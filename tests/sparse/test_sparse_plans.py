@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import phases_of
+from plan_cases import ForkCursor, phases_of
 from torch import Tensor, nn
 
-from growprune.engine.forks import ForkCursor
-from growprune.masks.bits import Snapshot, pack, unpack
+from growprune.masks.bits import pack, unpack
 from growprune.masks.partition import Partition
 from growprune.masks.patterns import count_groups
 from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
@@ -485,16 +484,12 @@ def test_a_part_is_pruned_before_it_is_brought_unless_it_is_ranked_with_the_othe
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
     sparse = SparseModel(model, sparsity=0.9, storage=storage, allocation=allocation)
     plan = parallel_gap(Partition.contiguous(model, 4), sparsity=0.9, steps=2, epochs=1, finetune=1)
-    counts = []
-
-    def combine(parts: Snapshot, names: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
-        counts.append(sum(values.numel() for values, mask in parts.values() if mask is not None))
-        return parts
-
-    for _ in phases_of(sparse, plan, combine=combine):
+    cursor = ForkCursor(sparse, plan)
+    for _ in cursor:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)  # as training would
         sparse.enforce()
+    counts = [sum(values.numel() for values, mask in parts.values() if mask is not None) for parts in cursor.merged]
     assert counts == [returned] * 2
     assert sparse.num_alive == 4 * 40

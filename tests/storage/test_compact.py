@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_cases import ForkCursor
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import AveragedModel
@@ -21,7 +22,6 @@ from toy import continuing, cyclic, parallel
 import growprune as gp
 import growprune.sparse.init
 from growprune import engine
-from growprune.engine.forks import ForkCursor
 from growprune.masks.partition import Partition
 from growprune.methods import cyclic_gap, parallel_gap
 from growprune.plan import By

@@ -129,12 +129,10 @@ class Accounting:
         branch = None if self.branch is None else asdict(self.branch)
         return {"total": asdict(self.total), "branch": branch, "alive": self._alive}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, is_branch: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue counting from a checkpoint."""
-        if is_branch:
-            self.branch = Tally(**state["branch"])
-        else:
-            self.total, self.branch = Tally(**state["total"]), None
+        self.total = Tally(**state["total"])
+        self.branch = None if state["branch"] is None else Tally(**state["branch"])
         self._price(state["alive"])
 
     def figures(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks before a run is resumed: its recipe and the tensors of its model must be the same."""
+"""Checks before a run starts or is resumed: its processes must agree, and its recipe and plan be as before."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+from growprune.engine.batches import digest
+from growprune.engine.device import environment
 from growprune.engine.folder import RunFolder, digest_of, parts_of, phases_of
+from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
 from growprune.files.json_file import finite
-from growprune.masks.layers import dense_shape
 from growprune.plan import Plan
 from growprune.runs.comparable import MAY_CHANGE, flat
-from growprune.sparse.model import SparseModel
 
 
 def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
@@ -100,31 +101,22 @@ def _short(value: Any) -> str:
     return shorten(repr(value), 200)
 
 
-def tensors_of(sparse: SparseModel) -> dict[str, str]:
-    """Kind, dtype and shape of every parameter and buffer of a model, for any storage.
-
-    >>> tensors_of(SparseModel(torch.nn.Linear(4, 2), sparsity=0.5))
-    {'weight': 'prunable float32 (2, 4)', 'bias': 'float32 (2,)'}
-    """
-    prunable = {weight.parameter for weight in sparse.weights}
-    found = {}
-    for name, parameter in sparse.model.named_parameters():
-        path, _, local = name.rpartition(".")
-        what = _describe_tensor(dense_shape(sparse.model.get_submodule(path), local), parameter.dtype)
-        found[name] = f"prunable {what}" if name in prunable else what
-    return found | {name: _describe_tensor(tuple(b.shape), b.dtype) for name, b in sparse.model.named_buffers()}
-
-
-def _describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {shape}"
-
-
-def check_same_tensors(sparse: SparseModel, stored: Mapping[str, str]) -> None:
-    """Raise if a model has other tensors than a checkpoint. The error names the first that differs."""
-    found = tensors_of(sparse)
-    for name in {**found, **stored}:
-        if found.get(name) != stored.get(name):
-            raise GrowpruneError(
-                f"the model differs from the one in the checkpoint: {name} is {found.get(name, 'missing')} now, and "
-                f"{stored.get(name, 'missing')} in the checkpoint. Restore the code of the model, or start a new run"
-            )
+def check_processes_agree(
+    recipe: Recipe, folder: RunFolder, mesh: Mesh, device: torch.device, weights: dict[str, str] | None
+) -> None:
+    """Raise if the processes of a run have different recipes, initial weights or data."""
+    if mesh.world == 1:
+        return
+    mesh.barrier("starting")
+    sees = folder.recipe.read_text() if folder.recipe.is_file() else "nothing"
+    batch = next(iter(recipe.task.batches(seed=0, start=0, device=torch.device("cpu"))), None)
+    fields = fields_of(recipe) | {"task.data": None, "weights": None}  # which may lie elsewhere on each machine
+    version = environment(device) | {"commit": None, "source": None}  # which a machine without git does not know
+    texts = {
+        "recipe": json.dumps(fields),
+        "version": json.dumps(version),
+        "data": digest(batch),
+        "weights": json.dumps(weights),
+        "view of the run folder, which all must share,": sees,
+    }
+    mesh.agree(texts, "starting")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import resource
@@ -15,6 +16,8 @@ import torch
 import growprune
 from growprune.errors import GrowpruneError
 from growprune.tasks.task import map_tensors
+
+SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 
 
 def check_device(name: str) -> None:
@@ -53,9 +56,12 @@ def move(value: Any, device: torch.device) -> Any:
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware that a result depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    of_source = commit()
+    is_known = of_source and not of_source.endswith("-dirty")
     return {
         "growprune": growprune.__version__,
-        "commit": commit(),
+        "commit": of_source,
+        **({} if is_known else {"source": source_digest()}),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} ({name})",
@@ -75,6 +81,15 @@ def commit() -> str:
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10, env=plain).stdout.strip()
     except (OSError, subprocess.SubprocessError):  # without git, or not ours to look at
         return ""
+
+
+def source_digest() -> str:
+    """A digest of growprune's own source, for a tree that no commit tells."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(path for path in package.rglob("*") if path.is_file() and path.suffix in SOURCES):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def reset_peak(device: torch.device) -> None:

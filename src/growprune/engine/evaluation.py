@@ -1,28 +1,19 @@
-"""Evaluates the model of a run, keeps the best one, and makes the result.
-
-Validation data selects the best model. Test data selects nothing.
-"""
+"""Evaluates the model of a run, and keeps the best one by validation data. Test data selects nothing."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from growprune.engine.batches import fingerprint
-from growprune.engine.device import environment, move, peak_bytes
-from growprune.engine.recipe import Recipe, describe
+from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.masks.bits import Snapshot
 from growprune.runs.metric import Metric
 from growprune.sparse.model import SparseModel
-from growprune.sparse.summary import summarise
-
-if TYPE_CHECKING:
-    from growprune.engine.run import Run
 
 
 class Best:
@@ -111,28 +102,3 @@ class Evaluation:
             return None
         self._best.put_into(self._sparse)
         return {**self._best.found, "test": self.evaluate("test")}
-
-
-def result_of(run: Run) -> dict[str, Any]:
-    """The content of `result.json`. Save the trained model first: this loads the best weights into it."""
-    result = {
-        "recipe": describe(run.recipe),
-        "origin": run.folder.portable_origin(),
-        "seed": run.recipe.seed,
-        "metric": run.task.metric,
-        "lower_is_better": run.task.lower_is_better,
-        "data": fingerprint(run.recipe, run.num_batches),
-        "weights": run.weights,
-        "environment": environment(run.device),
-        "history": run.history,
-        "signature": run.task.signature,
-        "validation": run.evaluation.evaluate("validation"),
-        "test": run.evaluation.evaluate("test"),
-        "sparsity": summarise(run.sparse, move(run.task.example(), run.device)).to_dict(),
-        "file_bytes": run.folder.model.stat().st_size,
-        "peak_bytes": peak_bytes(run.device),
-        "seconds": run.seconds,
-        **run.accounting.figures(),
-    }
-    result["best"] = run.evaluation.best_tested()  # last, because the model becomes the best one
-    return result

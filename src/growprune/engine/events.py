@@ -1,22 +1,26 @@
-"""Events of a run, and their listeners: the log, the console and others."""
+"""Events of a run: what its log says, and what listeners such as the progress display see."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from growprune.engine.mesh import PeerFailed
+from growprune.engine.trainer import TrainingDiverged
+from growprune.errors import GrowpruneError, shorten
 from growprune.files.atomic import plain_file
 from growprune.plan import ScheduledPhase
 
+if TYPE_CHECKING:
+    from growprune.engine.folder import RunFolder
+
 Event: TypeAlias = dict[str, Any]
 Listener: TypeAlias = Callable[[Event], None]
-
-SHOW_SECONDS, LOOK_SECONDS = 0.2, 1.0
-"""Seconds between updates of the display, and between reads of the logs of other processes."""
 
 
 class Timer:
@@ -34,23 +38,25 @@ class Timer:
 
 
 class Events:
-    """Sends events to listeners. Events are either *logged*, or only *shown*.
+    """Sends events to listeners. Events are either *logged* in the run folder too, or only *shown*."""
 
-    Args:
-        log: receives logged events.
-        listeners: receive logged and shown events.
-    """
-
-    def __init__(self, log: Listener, listeners: Sequence[Listener], last: int) -> None:
-        self._log, self._listeners, self._last = log, listeners, last
-        self.show_timer, self.look_timer = Timer(SHOW_SECONDS), Timer(LOOK_SECONDS)
+    def __init__(self, folder: RunFolder, listeners: Sequence[Listener], last: int) -> None:
+        self._folder, self._listeners, self._last = folder, listeners, last
 
     def log_event(self, event: str, scheduled: ScheduledPhase | None = None, **details: Any) -> None:
-        self._log(self.show(event, scheduled, **details))
+        self._folder.append(self.show(event, scheduled, **details))
 
     def show(self, event: str, scheduled: ScheduledPhase | None = None, **details: Any) -> Event:
         """Send an event to listeners without logging it."""
-        entry: Event = {"event": event} | ({} if scheduled is None else self._place(scheduled)) | details
+        entry: Event = {"event": event}
+        if scheduled is not None:
+            entry |= {
+                "index": scheduled.index,
+                "last": self._last,
+                "stage": scheduled.stage,
+                "branch": scheduled.branch,
+            }
+        entry |= details
         for listener in self._listeners:
             listener(entry)
         return entry
@@ -58,8 +64,21 @@ class Events:
     def warn(self, message: str) -> None:
         self.log_event("warning", message=message)
 
-    def _place(self, scheduled: ScheduledPhase) -> Event:
-        return {"index": scheduled.index, "last": self._last, "stage": scheduled.stage, "branch": scheduled.branch}
+    def log_failure(self, error: BaseException) -> None:
+        """Log why the run ends, for readers of the folder: as interrupted by Ctrl-C, or as failed."""
+        entry: Event = {"event": "interrupted"}
+        if not isinstance(error, KeyboardInterrupt):
+            entry = {"event": "failed", "message": last_line(error)}
+        for tell in (self._folder.append, *self._listeners):
+            with contextlib.suppress(Exception):  # the disk may be full, or a listener may be what failed
+                tell(entry)
+
+
+def last_line(error: BaseException) -> str:
+    """The message of an error of ours, or the last line of its traceback."""
+    says_all = isinstance(error, GrowpruneError | TrainingDiverged | PeerFailed)
+    text = str(error) if says_all else traceback.format_exception_only(error)[-1]
+    return shorten(" ".join(text.split()), 1000)
 
 
 class OtherLogs:

@@ -1,21 +1,54 @@
-"""A cursor for plans with forks, such as P-GaP's, in which several machines train branches of the same model.
-
-The branches of a fork follow one another, and those that are trained elsewhere count too.
-"""
+"""The place of a run in its plan, and what a branch of a fork returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from growprune.masks.bits import Snapshot
 from growprune.plan import Action, Edit, ScheduledPhase
-from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.model import SparseModel
 
-Combine = Callable[[Snapshot, list[tuple[str, ...]], Snapshot], Snapshot]
-"""(the parts returned by this process, the names that each branch returns, a copy of the model before the fork) ->
-the parts of all branches."""
+
+class Place(Cursor):
+    """The place of a run in a plan, which may have forks. The loop moves it by phases and by iterations.
+
+    The branches of a fork follow one another, and iterations count those that are trained elsewhere too.
+    """
+
+    takes_forks = True
+
+    @property
+    def done(self) -> int:
+        """Number of finished iterations of the current phase."""
+        return self.iteration - self.start
+
+    def enter(self, scheduled: ScheduledPhase) -> None:
+        """Begin a phase with its edits."""
+        self._begin_counting()
+        self.start = self.iteration
+        self._enter(scheduled)
+        if self.left:
+            self._watch()
+
+    def count(self) -> None:
+        """Count a finished iteration."""
+        self.iteration += 1
+        if self.left:
+            self._watch()
+
+    def skip(self, scheduled: ScheduledPhase) -> None:
+        """Pass over a branch that is trained elsewhere."""
+        self.sparse.skip(scheduled.phase.edits)
+        self._place_at(scheduled)
+        self.start = self.iteration
+        self.iteration += self.length_of(scheduled.phase)
+
+    def end(self) -> None:
+        """Leave the last phase."""
+        self.is_over = True
+        self.sparse.set_rule(None)
+        self.sparse.watch(())
 
 
 def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:
@@ -31,85 +64,16 @@ def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPha
     return edits if is_plain else ()
 
 
-class ForkCursor(Cursor):
-    """A cursor whose plan may have forks.
+def returned_by(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase], sparse: SparseModel) -> Snapshot:
+    """Return the part that a branch has trained, pruned already where that is possible.
 
-    Args:
-        is_local: which branches of a fork are trained in this process; the others are trained elsewhere.
-        combine: collects the parts of all branches.
-        others: further arguments of `Cursor`.
+    No more than one part is ever dense then, and only live weights have to be sent.
     """
-
-    takes_forks = True
-
-    def __init__(
-        self,
-        *args: Any,
-        is_local: Callable[[int], bool] = lambda branch: True,
-        combine: Combine = lambda returned, parts, like: returned,
-        **others: Any,
-    ) -> None:
-        super().__init__(*args, **others)
-        self._is_local, self._combine = is_local, combine
-        self._base: Snapshot | None = None
-        """The model at the beginning of the current fork."""
-        self._returned: Snapshot = {}
-
-    def _enter_next(self, start: int | None = None) -> ScheduledPhase | None:
-        """Leave the current phase and enter the next that is trained here; None if there is none."""
-        if self.current is not None:
-            self._leave(self.current)
-        while self.position + 1 < len(self.schedule):
-            scheduled = self.schedule[self.position + 1]
-            if scheduled.branch is not None and self._base is None:
-                self._base, self._returned = self.sparse.snapshot(), {}
-            elif scheduled.branch is not None and self._is_local(scheduled.branch):
-                assert self._base is not None
-                self.sparse.restore(self._base)
-            if scheduled.branch is None or self._is_local(scheduled.branch):
-                break
-            # a branch that is trained elsewhere
-            self.sparse.skip(scheduled.phase.edits)
-            self._place_at(scheduled)
-            self._end_fork_after(scheduled)
-            if start is not None:
-                self.iteration += self.length_of(scheduled.phase)
-                start += self.length_of(scheduled.phase)
-        return self._enter_following(start)
-
-    def _enter(self, scheduled: ScheduledPhase) -> None:
-        was_in_branch = self.position >= 0 and self.schedule[self.position].branch is not None
-        super()._enter(scheduled)
-        self._is_fresh |= was_in_branch or scheduled.branch is not None
-
-    def _leave(self, scheduled: ScheduledPhase) -> None:
-        super()._leave(scheduled)
-        if scheduled.returns is not None:
-            # no more than one part is ever dense then, and only live weights have to be sent
-            edits, names = prunes_after_fork(scheduled, self.schedule), set(scheduled.returns.tensors)
-            editor = self.sparse.editor
-            for edit in edits:
-                pools = editor.pools(edit) if edit.to else []
-                editor.select([pool for pool in pools if {w.parameter for w in pool.weights} <= names], edit)
-            if edits:
-                self.sparse.enforce()
-            self._returned |= self.sparse.snapshot(scheduled.returns)
-            self._end_fork_after(scheduled)
-
-    def _end_fork_after(self, scheduled: ScheduledPhase) -> None:
-        if not scheduled.is_last_branch:
-            return
-        assert self._base is not None
-        same = self.schedule[scheduled.index - (scheduled.branch or 0) : scheduled.index + 1]
-        parts = [s.returns.tensors for s in same if s.returns is not None]
-        # every tensor comes from the branch that returns it, and what none returns is as it was
-        self.sparse.restore(self._base | self._combine(self._returned, parts, self._base))
-        self._base, self._returned = None, {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "base": self._base, "returned": dict(self._returned)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state(state, "base", "returned")
-        super().load_state_dict(state)
-        self._base, self._returned = state["base"], dict(state["returned"])
+    assert scheduled.returns is not None
+    edits, names = prunes_after_fork(scheduled, schedule), set(scheduled.returns.tensors)
+    for edit in edits:
+        pools = sparse.editor.pools(edit) if edit.to else []
+        sparse.editor.select([pool for pool in pools if {w.parameter for w in pool.weights} <= names], edit)
+    if edits:
+        sparse.enforce()
+    return sparse.snapshot(scheduled.returns)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from growprune.errors import GrowpruneError, shorten
@@ -140,7 +140,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """The message of an error in one short line."""
     return shorten(" ".join(str(error).split()), 300)
 
@@ -280,6 +280,21 @@ class Mesh:
                 raise
             who = f"rank {self.rank} of {self.world} gave up in {self.phase}"
             raise PeerFailed(f"{who}, while {where}: {reason_of(error)}") from error
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell the processes that wait for the result of rank 0 that there will be none."""
+        if self.world > 1 and self.is_first:
+            with contextlib.suppress(RuntimeError):
+                _get_default_store().set("failed", reason_of(error))
+
+    def check_first(self) -> None:
+        """Raise if rank 0 has failed, or is gone."""
+        where = f"rank {self.rank} gave up while waiting for the result of rank 0"
+        try:
+            if _get_default_store().check(["failed"]):
+                raise PeerFailed(f"{where}: {_get_default_store().get('failed').decode()}")
+        except dist.DistError as error:
+            raise PeerFailed(f"{where}: {reason_of(error)}") from error
 
     def device(self) -> torch.device:
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"

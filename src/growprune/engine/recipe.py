@@ -57,11 +57,7 @@ class Recipe:
     """Batches per iteration."""
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
-    """On a GPU, compile the model, and replay forward and backward passes of batches of one shape as a CUDA graph."""
-    graph: bool = False
-    """On a GPU, replay CUDA graphs without compiling: for small models, where starting kernels is the bottleneck, and
-    for batches of many shapes. Python code of the forward pass runs only once: a number that it draws with `random`
-    stays the same."""
+    """On a GPU, compile the forward and backward pass with torch.compile."""
     evaluate_every: int = 1
     """Epochs between validations. The last epoch is always validated."""
     candidates: bool = True
@@ -149,10 +145,6 @@ class Recipe:
             scaling = auto_exponent(is_adam_like=self.optimizer.kind in ("adam", "adamw"))
         return {"parts": parts, "allocation": self.settings.resolved_allocation, "lr_scaling": scaling}
 
-    def is_recorded(self, device: torch.device) -> bool:
-        """True if forward and backward passes become CUDA graphs."""
-        return (self.compile or self.graph) and device.type == "cuda"
-
     @property
     def counts_iterations(self) -> bool:
         """True if the method takes iterations. The length of its plan in epochs then depends on the data."""
@@ -193,7 +185,8 @@ def describe(value: Any) -> Any:
     What a recipe leaves open is written as it is chosen, so that results contain it.
     """
     if isinstance(value, Recipe):
-        return {f.name: describe(value.chosen().get(f.name, getattr(value, f.name))) for f in fields(value)}
+        chosen = value.chosen()
+        return {f.name: describe(chosen.get(f.name, getattr(value, f.name))) for f in fields(value)}
     if is_dataclass(value) and not isinstance(value, type):
         named = {} if isinstance(value, OptimizerConfig | LRSchedule) else {"name": type(value).__name__}
         return named | {f.name: describe(getattr(value, f.name)) for f in fields(value)}

@@ -1,4 +1,4 @@
-"""Training, one iteration at a time, with the batches and the learning rate of each."""
+"""Training, one iteration at a time: its batches, its learning rate, and the forward and backward pass."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from growprune.engine.backward import Backward
-from growprune.engine.batches import Batches
+from growprune.engine.batches import Batches, split
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.plan import ScheduledPhase
@@ -45,9 +45,13 @@ class Training:
         self.recipe, self.sparse, self.device, self.mesh = recipe, sparse, device, mesh
         self.per_epoch = per_epoch
         self.spans = timeline(schedule, per_epoch)
-        self.backward = Backward(recipe, sparse, device, mesh)
         task = recipe.task if mesh.replicas == 1 else recipe.task.for_replica(mesh.replica, mesh.replicas)
         self._batches = Batches(recipe, task, device, per_epoch)
+        is_compiled = recipe.compile and device.type == "cuda" and mesh.data_group is None
+        self._compiled = torch.compile(self.loss, dynamic=False) if is_compiled else self.loss
+        self._wrapped: nn.Module | None = None
+        self._parameters: list[int] = []
+        """Ids of the parameters of the wrapped model."""
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr = 0.0
         """The learning rate of the last iteration."""
@@ -96,17 +100,66 @@ class Training:
         if self.recipe.accumulate == 1:
             batch = next(batches)
             self.num_examples = num_examples(batch) or 1
-            return self.backward(batch, 1)
+            return self._backward(batch, 1)
         weights, loss_sum = [], torch.zeros_like(self._loss_sum)
         self.num_examples = 0
         for batch in batches:
             self.num_examples += num_examples(batch) or 1
             weights.append(self.recipe.task.weigh(batch))
-            loss_sum += self.backward(batch, weights[-1])
+            loss_sum += self._backward(batch, weights[-1])
         for parameter in self.sparse.model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= sum(weights)
         return loss_sum / sum(weights)
+
+    def _backward(self, batch: Any, weight: Any) -> Tensor:
+        """Return the weighted loss, summed over replicas, and add its gradients to those of the parameters."""
+        if self.mesh.data_group is None:
+            # in this thread: in one of autograd's own a compact step took 44 ms instead of 32 (docs/memory.md)
+            with torch.autograd.set_multithreading_enabled(False):
+                compute = self.loss if self.sparse.gradients.is_watching else self._compiled
+                mean: Tensor = compute(batch) * weight
+                mean.backward()  # type: ignore[no-untyped-call]
+            return mean.detach().double()
+        from growprune.engine.replicas import counting
+
+        mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
+        with self.mesh.waiting("adding up gradients over replicas"), counting(share > 0):
+            loss = self._loss(self._over_replicas(), mine) * weight * share
+            (loss * self.mesh.replicas).backward()  # which replicas average
+        return self.mesh.sum_over_replicas(loss.detach().double())
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of a batch, before the backward pass."""
+        return self._loss(self.sparse.model, batch)
+
+    def _loss(self, forward: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+            return self.recipe.task.loss(forward, batch)
+
+    def _over_replicas(self) -> nn.Module:
+        """The model of a replica, wrapped in DistributedDataParallel. Wrapped anew if parameters changed."""
+        if self.sparse.ranks is not None:
+            return self.sparse.model
+        parameters = [id(parameter) for parameter in self.sparse.model.parameters()]
+        if self._wrapped is None or parameters != self._parameters:
+            self.unwrap()
+            if self.recipe.sync_batchnorm:
+                from growprune.engine.replicas import synchronise
+
+                synchronise(self.sparse.model, self.mesh.data_group)
+            with self.mesh.waiting("comparing the models of replicas"):
+                self._wrapped = DistributedDataParallel(self.sparse.model, process_group=self.mesh.data_group)
+            self._parameters = parameters
+        return self._wrapped
+
+    def unwrap(self) -> None:
+        """Remove what replicas added to the model, because an edit may replace parameters that it holds."""
+        if self._wrapped is not None:
+            from growprune.engine.replicas import part
+
+            self._wrapped = None
+            part(self.sparse.model)
 
     def first_losses(self) -> list[Callable[[], Tensor]]:
         """Functions that compute the losses of the batches of the first iteration. Their sum is its loss.
@@ -118,7 +171,7 @@ class Training:
         return [partial(self._share_of_loss, b, w / sum(weights)) for b, w in zip(batches, weights, strict=True)]
 
     def _share_of_loss(self, batch: Any, share: float | Tensor) -> Tensor:
-        return self.backward.loss(batch) * share
+        return self.loss(batch) * share
 
     def shown_loss(self) -> float | None:
         """The mean loss of the epoch so far. On a GPU, the value of the previous call."""
@@ -227,9 +280,3 @@ def work_before(
     """
     mine = (scheduled.branch is None or is_local(scheduled.branch) for scheduled in schedule)
     return [0, *accumulate(span.length if is_mine else 0 for span, is_mine in zip(spans, mine, strict=True))]
-
-
-def last_trained(schedule: Sequence[ScheduledPhase]) -> int:
-    """Index of the last phase with training. Later phases only edit masks."""
-    trained = [scheduled for scheduled in schedule if scheduled.phase.is_trained]
-    return trained[-1].index if trained and trained[-1].branch is None else len(schedule) - 1

@@ -12,7 +12,7 @@ from growprune.files.json_file import NUMBER
 from growprune.runs.record import TUNING, Record
 from growprune.runs.result import Json, Result
 
-FORMAT = 3
+FORMAT = 4
 """Format version of run folders. A run of another format is refused."""
 OWN = ("recipe", "format", "inode", "job")
 """Keys of recipe.json that are not part of the origin."""

@@ -1,0 +1,448 @@
+"""The training program: build a run or resume it, train the phases of its plan, and write its result.
+
+A run can be killed at any time, and resuming it is bit-exact: state.py has all that is resumed.
+
+A process that writes to a folder holds its lock. Invalid input is refused before the folder is made. Checks of the
+folder are repeated under the lock, because another process may have come first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from growprune.engine.accounting import Accounting, Exploration
+from growprune.engine.batches import fingerprint
+from growprune.engine.building import about_weights, build, shard
+from growprune.engine.compatibility import (
+    check_processes_agree,
+    check_same_plan,
+    check_same_recipe,
+    check_same_result,
+)
+from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
+from growprune.engine.evaluation import Best, Evaluation
+from growprune.engine.events import Event, Events, OtherLogs, Timer
+from growprune.engine.folder import RunFolder
+from growprune.engine.forks import Place, returned_by
+from growprune.engine.mesh import Mesh, ask_first, is_restart_of, join, may_be_restarted, wait_for_all
+from growprune.engine.optim import require
+from growprune.engine.recipe import Recipe, describe
+from growprune.engine.state import Checkpoints, RunState
+from growprune.engine.trainer import Training, work_before
+from growprune.files import checkpoint
+from growprune.files.sparse_file import write_file
+from growprune.masks.bits import Snapshot
+from growprune.plan import By, ScheduledPhase
+from growprune.plan.settings import check_counts
+from growprune.runs.metric import Metric
+from growprune.runs.result import Result
+from growprune.sparse.summary import summarise
+
+SHOW_SECONDS, LOOK_SECONDS = 0.2, 1.0
+"""Seconds between updates of the display, and between reads of the logs of other processes."""
+
+
+class Interrupted(Exception):
+    """The run was interrupted. Its checkpoint is written, and it can be resumed."""
+
+
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    origin: dict[str, Any] | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Train a recipe in a new folder, and return the content of `result.json`.
+
+    Args:
+        out: the run folder. It must be new or empty.
+        origin: where the recipe comes from, for the records of the run.
+        on_event: called with each event of the log, such as an epoch.
+        should_stop: asked after each iteration. If it returns True, a checkpoint is saved and `Interrupted` raised.
+    """
+    folder = _enter_folder(recipe, out)
+    if ask_first(_is_ours(folder)):
+        if folder.result.exists():
+            said = f"{folder.path} was finished before this restart. Its result is kept"
+            Events(folder, [on_event], 0).warn(said)
+        return resume(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
+    folder.check_free(recipe)
+    run = Run(recipe, folder, on_event, should_stop)  # one that cannot run leaves no folder
+    run.mesh.barrier("starting")
+    if run.mesh.is_first:
+        folder.make()
+    with folder.locked():
+        if run.mesh.is_first:
+            folder.check_free(recipe)
+            folder.write_recipe(recipe, origin or {})
+            folder.write_plan(run.plan)
+            folder.store_files(run.files)
+        check_processes_agree(recipe, folder, run.mesh, run.device, run.weights)
+        return run.execute()
+
+
+def resume(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    origin: dict[str, Any] | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Resume a run from its newest complete checkpoint.
+
+    The recipe must be the one the run was started with, except for fields that do not change results (`MAY_CHANGE`).
+
+    Args:
+        out: the run folder.
+        origin, on_event, should_stop: as in `train`.
+    """
+    folder = _enter_folder(recipe, out)
+    check_same_recipe(folder, recipe)
+    with folder.locked():
+        wait_for_all()
+        check_same_recipe(folder, recipe)
+        if ask_first(folder.result.exists()):
+            result = folder.read_result()
+            check_same_result(folder, recipe, result)
+            folder.check_model(result)
+            return result
+        run = Run(recipe, folder, on_event, should_stop)
+        check_same_plan(folder, run.plan)
+        folder.store_files(run.files)
+        run.mesh.barrier("resuming")
+        if run.mesh.is_first:
+            folder.write_recipe(recipe, folder.read_origin() if origin is None else origin)
+            folder.write_plan(run.plan)
+        check_processes_agree(recipe, folder, run.mesh, run.device, run.weights)
+        found = checkpoint.load_newest(folder.checkpoints, run.events.warn)
+        if found is not None:
+            number, state = found
+            run.state.load_state_dict(state)
+            run.checkpoints.previous = number
+            current = run.schedule[run.place.position]
+            run.events.log_event("resumed", current, number=number, iteration=run.iteration_of(current))
+        elif run.mesh.is_first and not any(folder.checkpoints.glob("*")):  # damaged ones were named already
+            run.events.warn(f"{folder.path} has no checkpoint yet, so it starts over. See checkpoint_seconds")
+        return run.execute()
+
+
+def _enter_folder(recipe: Recipe, out: str | Path) -> RunFolder:
+    how = "a growprune.Recipe (for a named one, use growprune.recipes.find(name))"
+    require(isinstance(recipe, Recipe), "recipe", recipe, how)
+    return RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
+
+
+def _is_ours(folder: RunFolder) -> bool:
+    """True if the folder has the run of this job, because torchrun restarted the processes after a failure.
+
+    An unfinished run is resumed, whoever started it. The result of an earlier job is not taken for ours.
+    """
+    if not may_be_restarted() or not folder.recipe.exists():
+        return False
+    return not folder.result.exists() or is_restart_of(folder.read_recipe().get("job") or "")
+
+
+class Run:
+    """One recipe in one folder: what it is built of, and the loop."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        on_event: Callable[[Event], None] = lambda event: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.recipe, self.folder, self.task = recipe, folder, recipe.task
+        self.should_stop = should_stop
+        # 1) the model and its plan
+        self.device = choose_device(recipe.device)
+        self.weights = about_weights(recipe)
+        """The file of initial weights."""
+        self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
+        check_counts(1, num_batches=self.num_batches)
+        self.per_epoch = math.ceil(self.num_batches / recipe.accumulate)
+        self.sparse, self.plan, is_begun = build(recipe, self.device, self.per_epoch)
+        accounting = Accounting(self.sparse, move(self.task.example(), self.device))
+        # 2) the processes that share the work
+        self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
+        shard(self.sparse, recipe, self.mesh, self.device)
+        self.is_sharded = self.sparse.ranks is not None
+        if self.mesh.data_group is not None and not self.is_sharded:
+            self.sparse.add_up_gradients(self.mesh.sum_over_replicas)
+        # 3) what is resumed
+        self.place = Place(
+            self.sparse, self.plan, iterations_per_epoch=self.per_epoch, is_begun=is_begun, score=self._score
+        )
+        self.schedule = self.place.schedule
+        self.training = Training(recipe, self.schedule, self.sparse, self.device, self.mesh, self.per_epoch)
+        exploration = Exploration(self.sparse, folder, is_on=recipe.exploration, is_writer=self.mesh.leads_group)
+        metric = Metric(self.task.metric, self.task.lower_is_better)
+        best = Best(folder.best, metric, is_writer=self.mesh.is_first or (self.is_sharded and self.mesh.group == 0))
+        self.state = RunState(self.sparse, self.place, self.training, accounting, exploration, best)
+        # 4) what looks on
+        self.evaluation = Evaluation(recipe, self.sparse, self.device, best)
+        listeners = [on_event]
+        if recipe.log and self.mesh.is_first:
+            from growprune.logs import Logs
+
+            listeners.append(Logs(recipe.log, folder.path))
+        self.events = Events(folder, listeners, len(self.schedule) - 1)
+        heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
+        self.others = OtherLogs({rank: RunFolder(folder.path, rank).log for rank in heads})
+        self.checkpoints = Checkpoints(folder)
+        self.save_timer, self.show_timer, self.look_timer = map(
+            Timer, (recipe.checkpoint_seconds, SHOW_SECONDS, LOOK_SECONDS)
+        )
+        self.save_timer.put_off()
+        # 5) where the plan ends
+        trained = [scheduled for scheduled in self.schedule if scheduled.phase.is_trained]
+        ends_in_fork = not trained or trained[-1].branch is not None
+        self.last_trained = len(self.schedule) - 1 if ends_in_fork else trained[-1].index
+        self.work = work_before(self.schedule, self.training.spans, self.mesh.is_local)
+        self.num_trained = 0
+        """Iterations that this process has trained."""
+        self.since = time.monotonic()
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Files stored in the folder to check that data and initial weights are the same on resume."""
+        about = {} if self.weights is None else {"weights.json": json.dumps(self.weights).encode()}
+        return {**self.task.files(), **about}
+
+    def iteration_of(self, scheduled: ScheduledPhase) -> int:
+        """The current iteration of the run. Branches of a fork count in parallel."""
+        return self.training.spans[scheduled.index].start + self.place.done
+
+    # The loop
+
+    def execute(self) -> dict[str, Any]:
+        """Train from the current place in the plan to its end, and return the result."""
+        reset_peak(self.device)
+        try:
+            if self.is_sharded:
+                shares = [parameter.to_local().numel() for parameter in self.sparse.model.parameters()]  # type: ignore[attr-defined]
+                self.events.log_event("sharded", ranks=self.mesh.replicas, own_values=sum(shares))
+            for _, stage in groupby(self.schedule[max(0, self.place.position) :], key=lambda s: s.stage):
+                first, *others = stage
+                if first.branch is None:
+                    self._train(first)
+                else:
+                    self._fork([first, *others])
+            self.place.end()
+            if self.num_trained and self.mesh.any(self.should_stop(), self.place.iteration):
+                self._interrupt(self.schedule[-1])  # it was saved as it left its last phase
+            return self._finish()
+        except BaseException as error:
+            if not isinstance(error, Interrupted):
+                self.events.log_failure(error)
+                self.mesh.tell_failure(error)
+            raise
+
+    def _train(self, scheduled: ScheduledPhase) -> None:
+        """Train a phase, or what is left of it."""
+        if self.place.position < scheduled.index:
+            self._enter(scheduled)
+        state = self.state
+        while self.place.left > 0:
+            self._between_iterations(scheduled)
+            self.training.iterate(scheduled, self.place.done)
+            self.num_trained += 1
+            state.accounting.count(self.training.num_examples)
+            epoch, rest = divmod(self.iteration_of(scheduled) + 1, self.per_epoch)
+            is_last = scheduled.index == self.last_trained and self.place.left == 1
+            if rest == 0 or is_last:
+                self._end_epoch(scheduled, epoch + (rest > 0), is_last)
+            self.place.count()
+        before = self.schedule[scheduled.index - 1] if scheduled.index else None
+        is_merge = before is not None and before.branch is not None
+        if scheduled.branch is None and (is_merge or scheduled.index == len(self.schedule) - 1):
+            self._save(scheduled)
+
+    def _enter(self, scheduled: ScheduledPhase) -> None:
+        """Begin a phase: edit the masks, or resume the branch that it is."""
+        state = self.state
+        self.mesh.phase = str(scheduled)
+        self.place.enter(scheduled)
+        state.accounting.enter(is_branch=scheduled.branch is not None)
+        self.training.enter(scheduled)
+        state.branch_rows = []
+        if scheduled.branch is not None:
+            folder = self.folder.branch(scheduled.stage, scheduled.branch)
+            if (found := checkpoint.load_newest(folder, self.events.warn)) is not None:
+                state.load_state_dict(found[1])
+                at = self.iteration_of(scheduled)
+                self.events.log_event("resumed", scheduled, number=found[0], iteration=at)
+        elif scheduled.phase.edits:
+            self.mesh.agree_on_masks(self.sparse, f"stage {scheduled.stage}")
+        state.exploration.enter(scheduled)
+        if self.place.left > 0 or not scheduled.phase.is_trained:
+            alive = state.accounting.alive
+            phase: dict[str, Any] = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
+            phase |= {"iterations": self.place.length, "iteration": self.iteration_of(scheduled), "alive": alive}
+            phase |= {"density": self._density(alive), **self._progress(scheduled), **state.exploration.figures}
+            self.events.log_event("phase", scheduled, **phase)
+
+    def _between_iterations(self, scheduled: ScheduledPhase) -> None:
+        """Stop, save a checkpoint, and show progress, where each is due."""
+        if not self.num_trained:  # a process that is stopped again and again gets on nevertheless
+            return
+        if self.mesh.any(self.should_stop(), self.place.iteration):
+            self._save(scheduled)
+            self._interrupt(scheduled)
+        is_due = self.save_timer.is_due  # by the clock of this process, and all that share a model save together
+        if self.mesh.any(is_due, self.place.iteration) if self.is_sharded else is_due:
+            self._save(scheduled)
+        if self.show_timer.is_due:
+            self.show_timer.put_off()
+            done = {"iteration": self.place.done, "iterations": self.place.length, **self._progress(scheduled)}
+            self.events.show("iteration", scheduled, **done, lr=self.training.lr, loss=self.training.shown_loss())
+        if self.look_timer.is_due:
+            self.look_timer.put_off()
+            self._show_others()
+
+    def _end_epoch(self, scheduled: ScheduledPhase, epoch: int, is_last: bool) -> None:
+        """Evaluate the model, keep it if it is the best, and write a row of the history."""
+        state, rule = self.state, self.place.rule
+        self.training.check_finite(scheduled, self.place.done)
+        row: dict[str, Any] = {"epoch": epoch, "iteration": self.iteration_of(scheduled) + 1, "stage": scheduled.stage}
+        row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": state.accounting.measure()}
+        if rule is not None and scheduled.branch is None:
+            state.exploration.look_again()
+        row |= {"loss": self.training.end_epoch(), "lr": self.training.lr, **state.exploration.figures}
+        if rule is not None and (figures := rule.figures()):
+            row["rule"] = figures
+        if epoch % self.recipe.evaluate_every == 0 or is_last:
+            self.evaluation.validate(row, is_phase_end=self.place.left == 1)
+        (state.history if scheduled.branch is None else state.branch_rows).append(row)
+        logged = {name: value for name, value in row.items() if name not in ("stage", "branch")}
+        logged |= {"density": self._density(row["alive"]), "layers": state.accounting.densities}
+        logged |= {"metric": self.task.metric, "lower_is_better": self.task.lower_is_better}
+        self.events.log_event("epoch", scheduled, done=self.place.done + 1, **logged)
+
+    def _fork(self, branches: list[ScheduledPhase]) -> None:
+        """Train the branches that are this process's, and merge all: each tensor is that of the branch that returns it.
+
+        What no branch returns stays as it was before the fork. A branch writes its history and its cost to the folder,
+        for all processes to read.
+        """
+        state, stage = self.state, branches[0].stage
+        base = self.sparse.snapshot()
+        returned: Snapshot = {}
+        for scheduled in branches:
+            assert scheduled.branch is not None and scheduled.returns is not None
+            if not self.mesh.is_local(scheduled.branch):
+                self.place.skip(scheduled)
+                continue
+            if returned:
+                self.sparse.restore(base)
+            self._train(scheduled)
+            if self.mesh.leads_group:
+                tally = state.accounting.branch_dict()
+                self.folder.write_rows(stage, scheduled.branch, state.branch_rows, tally)
+            self._save(scheduled)
+            returned |= returned_by(scheduled, self.schedule, self.sparse)
+        self.mesh.barrier(f"waiting for the branches of stage {stage}")
+        self._show_others()
+        before = self.mesh.bytes_received
+        parts = [scheduled.returns.tensors for scheduled in branches if scheduled.returns is not None]
+        merged = base | self.mesh.combine(returned, parts, base)
+        state.accounting.merge(merged)
+        for branch in range(len(branches)):
+            rows, tally = self.folder.read_rows(stage, branch)
+            state.history += rows
+            state.accounting.add_branch(tally)
+        state.exploration.combine(stage, len(branches))
+        self.events.log_event("combined", stage=stage, bytes_received=self.mesh.bytes_received - before)
+        self.sparse.restore(merged)
+
+    def _save(self, scheduled: ScheduledPhase) -> None:
+        """Write a checkpoint: rank 0 for the run, or the first process of a group for a branch.
+
+        All processes that have a share of a sharded model take part.
+        """
+        self.training.check_finite(scheduled, self.place.done)  # what diverged must not replace a good checkpoint
+        self._clock()
+        in_branch = scheduled.branch is not None
+        is_writer = self.mesh.leads_group if in_branch else self.mesh.is_first
+        if is_writer or (self.is_sharded and (in_branch or self.mesh.group == 0)):
+            device = ("cpu" if is_writer else "meta") if self.is_sharded else None
+            state = self.state.state_dict(device)
+            if is_writer:
+                self.events.log_event("checkpoint", scheduled, number=self.checkpoints.save(state, scheduled))
+        self.save_timer.put_off()
+
+    def _interrupt(self, scheduled: ScheduledPhase) -> None:
+        self.events.log_event("interrupted", scheduled)
+        raise Interrupted
+
+    def _finish(self) -> dict[str, Any]:
+        """Write the trained model and the result."""
+        self._clock()
+        self.training.unwrap()
+        if self.mesh.is_first or (self.is_sharded and self.mesh.group == 0):
+            write_file(self.sparse, self.folder.model)
+            result = Result(
+                recipe=describe(self.recipe),
+                origin=self.folder.portable_origin(),
+                seed=self.recipe.seed,
+                metric=self.task.metric,
+                lower_is_better=self.task.lower_is_better,
+                data=fingerprint(self.recipe, self.num_batches),
+                weights=self.weights,
+                environment=environment(self.device),
+                history=self.state.history,
+                signature=self.task.signature,
+                validation=self.evaluation.evaluate("validation"),
+                test=self.evaluation.evaluate("test"),
+                sparsity=summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),
+                file_bytes=self.folder.model.stat().st_size,
+                peak_bytes=peak_bytes(self.device),
+                seconds=self.state.seconds,
+                **self.state.accounting.figures(),
+                best=self.evaluation.best_tested(),  # last, because the model becomes the best one
+            )
+        if self.mesh.is_first:
+            result.write(self.folder.result)
+            self.events.log_event("finished", test=result.test, seconds=result.seconds)
+            return result.to_dict()
+        while not self.folder.result.exists():  # no barrier: it would time out, as evaluating may take long
+            if self.should_stop():
+                raise Interrupted
+            self.mesh.check_first()
+            time.sleep(0.1)
+        return self.folder.read_result()
+
+    # Its parts
+
+    def _score(self, by: By) -> None:
+        """Compute gradients of the first batches, for an edit by gradient before any training."""
+        self.state.accounting.measure()  # what lives now is seen by no phase, but all of it takes part
+        self.training.unwrap()  # each replica looks by itself
+        self.sparse.model.train()
+        self.sparse.score(by, self.training.first_losses())
+
+    def _progress(self, scheduled: ScheduledPhase) -> dict[str, int]:
+        """Finished and total iterations of this process."""
+        return {"run_done": self.work[scheduled.index] + self.place.done, "run_iterations": self.work[-1]}
+
+    def _density(self, alive: int) -> float:
+        return alive / max(1, self.sparse.num_prunable)
+
+    def _show_others(self) -> None:
+        """Show the progress of the other branches of a fork. Only rank 0 prints."""
+        for event in self.others.news():
+            if event.get("branch") is not None:
+                self.events.show(**event)
+
+    def _clock(self) -> None:
+        now = time.monotonic()
+        self.state.seconds, self.since = self.state.seconds + now - self.since, now

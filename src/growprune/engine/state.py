@@ -1,0 +1,131 @@
+"""What a run resumes from, in its checkpoints and in those of the branches of a fork."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from growprune.engine.accounting import Accounting, Exploration
+from growprune.engine.evaluation import Best
+from growprune.engine.folder import RunFolder
+from growprune.engine.forks import Place
+from growprune.engine.trainer import Training
+from growprune.errors import GrowpruneError
+from growprune.files import checkpoint
+from growprune.masks.layers import dense_shape
+from growprune.plan import ScheduledPhase
+from growprune.sparse.model import SparseModel
+from growprune.sparse.rng import rng_state, set_rng_state
+
+
+@dataclass
+class RunState:
+    """Everything that a run resumes from, and nothing else.
+
+    The checkpoint of a branch has no history, best model and explored weights: those are the run's. To resume a branch,
+    the run returns to the start of the fork and enters the branch again.
+    """
+
+    sparse: SparseModel
+    place: Place
+    training: Training
+    accounting: Accounting
+    exploration: Exploration
+    best: Best
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """One row per epoch. Rows of a branch are in `branch_rows` until the fork is merged."""
+    branch_rows: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    """Time that the run took so far."""
+
+    def state_dict(self, device: str | None = None) -> dict[str, Any]:
+        """Return the state between two iterations, or at the end of a phase.
+
+        Args:
+            device: of the optimizer's state and the tensors of a sharded model; "meta" for a process that keeps none.
+        """
+        state = {
+            "tensors": tensors_of(self.sparse),
+            "model": self.sparse.snapshot(device=device or "cpu"),
+            "sparse": self.sparse.state_dict(),
+            "place": self.place.state_dict(),
+            "training": self.training.state_dict(device),
+            "accounting": self.accounting.state_dict(),
+            "rng": rng_state(),
+        }
+        if self.is_in_branch:
+            return {**state, "branch_rows": self.branch_rows}
+        of_run = {"best": self.best.state_dict(), "exploration": self.exploration.state_dict()}
+        return {**state, **of_run, "history": self.history, "seconds": self.seconds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_same_tensors(self.sparse, state["tensors"])
+        self.sparse.restore(state["model"])
+        self.sparse.load_state_dict(state["sparse"])
+        self.place.load_state_dict(state["place"])
+        self.training.load_state_dict(state["training"])
+        self.accounting.load_state_dict(state["accounting"])
+        if self.is_in_branch:
+            self.branch_rows = state["branch_rows"]
+        else:
+            self.best.load_state_dict(state["best"])
+            self.exploration.load_state_dict(state["exploration"])
+            self.history, self.seconds = state["history"], state["seconds"]
+        set_rng_state(state["rng"])
+
+    @property
+    def is_in_branch(self) -> bool:
+        return self.place.current is not None and self.place.current.branch is not None
+
+
+class Checkpoints:
+    """The checkpoints of a run, and of the branches of the fork it is in. Of each, the two newest are kept."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._number = max(checkpoint.numbers(folder.checkpoints), default=0)  # even if none of them can be loaded
+        self.previous = 0
+        """Number of the checkpoint that was written or loaded last."""
+
+    def save(self, state: dict[str, Any], scheduled: ScheduledPhase) -> int:
+        """Write a checkpoint of the run, or of a branch, and return its number."""
+        if scheduled.branch is not None:
+            folder = self._folder.branch(scheduled.stage, scheduled.branch)
+            number = max(checkpoint.numbers(folder), default=0) + 1
+            checkpoint.save(folder, number, state)
+            checkpoint.remove_old(folder, [number - 1, number])
+            return number
+        self._number += 1
+        checkpoint.save(self._folder.checkpoints, self._number, state)
+        checkpoint.remove_old(self._folder.checkpoints, [self.previous, self._number])
+        self._folder.remove_branches(before=scheduled.stage)
+        self.previous = self._number
+        return self._number
+
+
+def tensors_of(sparse: SparseModel) -> dict[str, str]:
+    """Kind, dtype and shape of every parameter and buffer of a model, for any storage.
+
+    >>> import torch
+    >>> tensors_of(SparseModel(torch.nn.Linear(4, 2), sparsity=0.5))
+    {'weight': 'prunable float32 (2, 4)', 'bias': 'float32 (2,)'}
+    """
+    prunable, found = {weight.parameter for weight in sparse.weights}, {}
+    for name, parameter in sparse.model.named_parameters():
+        path, _, local = name.rpartition(".")
+        shape = dense_shape(sparse.model.get_submodule(path), local)
+        found[name] = f"{'prunable ' if name in prunable else ''}{parameter.dtype} {shape}"
+    found |= {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in sparse.model.named_buffers()}
+    return {name: what.replace("torch.", "") for name, what in found.items()}
+
+
+def check_same_tensors(sparse: SparseModel, stored: Mapping[str, str]) -> None:
+    """Raise if a model has other tensors than a checkpoint. The error names the first that differs."""
+    found = tensors_of(sparse)
+    for name in {**found, **stored}:
+        if found.get(name) != stored.get(name):
+            raise GrowpruneError(
+                f"the model differs from the one in the checkpoint: {name} is {found.get(name, 'missing')} now, and "
+                f"{stored.get(name, 'missing')} in the checkpoint. Restore the code of the model, or start a new run"
+            )
