@@ -427,8 +427,9 @@ def test_a_model_that_is_sparser_already_cannot_be_pruned(storage: str) -> None:
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_of_a_skipped_step_are_dropped(storage: str, passes: int, set_to_none: bool) -> None:
-    """As a GradScaler skips one whose gradients are infinite, and then gradients are emptied."""
+@pytest.mark.parametrize("bad", [float("inf"), -1000.0])
+def test_gradients_of_a_skipped_step_are_dropped(storage: str, passes: int, set_to_none: bool, bad: float) -> None:
+    """As a GradScaler skips one if some layer has infinite gradients, and then those of all are emptied."""
     masks = []
     for is_skipped in (False, True):
         torch.manual_seed(0)
@@ -439,8 +440,8 @@ def test_gradients_of_a_skipped_step_are_dropped(storage: str, passes: int, set_
         swap = prune(whole, share=0.5), grow(whole, to=0.5, by=By.GRADIENT)
         cursor = Cursor(sparse, [Phase(iterations=1), Phase(*swap, iterations=1)])
         optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-        for scale in (float("inf"), 1.0) if is_skipped else (1.0,):
-            generator = torch.Generator().manual_seed(1)
+        for scale in (bad, 1.0) if is_skipped else (1.0,):
+            generator = torch.Generator().manual_seed(1 if scale == 1.0 else 2)
             for _ in range(passes):
                 (model(torch.randn(4, 8, generator=generator)).square().sum() * scale).backward()
             if scale == 1.0:

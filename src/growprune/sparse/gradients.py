@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from growprune.errors import GrowpruneError
 from growprune.plan import By
 from growprune.storage import SparseParameter
+from growprune.storage.parameter import uncompiled
 
 DECAY = 0.9
 """The decay per iteration of the moving average of gradients, as in RigL's code for "momentum"."""
@@ -42,30 +43,55 @@ class Gradients:
         """True if edits use the Hessian times the gradient."""
         self._watched: By | None = None
         self.is_watching = False
+        self._handles: list[Any] = []
+        """Hooks that see a gradient before it is added to the parameter's."""
         self.add_up: Callable[[Tensor], Tensor] | None = None
         """Adds up a tensor over the replicas of the model, if there are several."""
         self.shares: Any = None
         """If the model is sharded: its sharding.ranks.Ranks. Each keeps its part of the gradients, flat."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watched": None, "is_watching": False}  # a copy watches nothing
+        return {**self.__dict__, "_watched": None, "is_watching": False, "_handles": []}  # a copy watches nothing
 
     def watch(self, by: By | None) -> None:
         """Watch the next iterations for an edit that needs gradients; with None, stop watching."""
         if by is not self._watched:
             self._watched, self.is_watching = by, by is not None
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
             for name, parameter in self._parameters.items():
                 parameter.record = None if by is None else partial(self._add, name)
+                if by is not None and parameter.adds_up_gradients and parameter.parameter.requires_grad:
+                    begin = uncompiled(lambda gradient, name=name: self._begin(name))
+                    self._handles.append(parameter.parameter.register_hook(begin))  # type: ignore[no-untyped-call]
+
+    def _begin(self, name: str) -> None:
+        """Drop the sum so far if gradients were emptied without a step, as after one that a GradScaler has skipped.
+
+        Called before a gradient is added to that of the parameter. With `zero_grad(set_to_none=False)`, the gradient of
+        live weights is zero then, although that of earlier passes is not.
+        """
+        parameter, before = self._parameters[name], self._sums.get(name)
+        if before is None or self._passes.get(name) == current_backward():
+            return
+        own = parameter.parameter.grad
+        if own is None:
+            del self._sums[name]
+        elif self.shares is not None:  # each process has other values of both
+            if not bool(before.isfinite().all()):
+                del self._sums[name]
+        elif not bool(own.any()) and bool(((before != 0) & (parameter.mask() | ~before.isfinite())).any()):
+            del self._sums[name]
 
     def _add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient in: the first of an iteration, or one more of it."""
         if self._is_hessian:
             self._ended, self._is_hessian = {}, False
-        parameter, before, now = self._parameters[name], self._sums.get(name), current_backward()
-        if before is not None and self._passes.get(name) != now:
-            # gradients were emptied without a step, as after one that a GradScaler has skipped; with set_to_none=False
-            # this shows only where they were not finite
-            before = None if parameter.is_first_gradient or not bool(before.isfinite().all()) else before
+        parameter, now = self._parameters[name], current_backward()
+        if not parameter.adds_up_gradients:  # the gradient is not added to that of the parameter yet
+            self._begin(name)
+        before = None if parameter.is_first_gradient and self._passes.get(name) != now else self._sums.get(name)
         self._passes[name] = now
         gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
         if self.shares is not None:

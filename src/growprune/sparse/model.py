@@ -186,7 +186,8 @@ class SparseModel:
         self._has_warned = False
         self._is_replicated = False
         """True if several processes train replicas of the model, whose masks must be the same."""
-        self._num_edits_compared = -1
+        self._compared: tuple[int, int] | None = None
+        """How many edits and rewirings by a rule there had been when the masks of replicas were compared."""
         self._replaced: list[weakref.ref[Tensor]] = []
         """Parameters that edits have replaced since the last step, and DistributedDataParallel may hold."""
         self._gone = ""
@@ -605,8 +606,10 @@ class SparseModel:
                 "to: load the SparseModel's state first, then the optimizer's"
             )
         self._check_wrapped_again()
-        if self._is_replicated and self._num_edits_compared != self.editor.num_edits:
+        changes = self.editor.num_edits, 0 if self.rule is None else self.rule.num_rewirings
+        if self._is_replicated and self._compared != changes:
             self._compare_masks()
+            self._compared = changes
         if not self._has_stepped:
             self._has_stepped = True
             self._warn_of_revived_zeros()
@@ -770,7 +773,7 @@ class SparseModel:
         self.gradients.add_up = add_up
 
     def train_replicas(self) -> None:
-        """Make all processes choose the same weights, and compare their masks before the first step and after edits."""
+        """Make all processes choose the same weights. Compare their masks before the first step, and after each change."""
         if is_replicated() and self.ranks is None:  # those of a sharded model are summed already
             self.add_up_gradients(_summed)
             self._is_replicated = True
@@ -790,7 +793,6 @@ class SparseModel:
                 f"the {distributed.get_world_size()} processes have different masks (at edit {self.editor.num_edits}): "
                 f"start them with the same weights and the same seed, and average gradients in every step"
             )
-        self._num_edits_compared = self.editor.num_edits
 
     # Copies
 

@@ -25,6 +25,8 @@ class RunningRule:
     """The entries of its state that have a number for each weight."""
     counts: tuple[str, ...] = ()
     """The entries of its state that have a count for each parameter."""
+    num_rewirings = 0
+    """How often the rule may have changed masks. The masks of replicas are compared after each time."""
 
     def __init__(self, own: SparseModel, part: Part, why: str) -> None:
         if own.storage != "masked":

@@ -58,6 +58,7 @@ class DeeprRule(RunningRule):
         self._rewire(masks, died)
         for name in masks:
             self._iteration[name] += 1
+        self.num_rewirings += 1
 
     def _shake(self, name: str, mask: Tensor, lr: float) -> None:
         parameter, temperature = self.parameter(name), self.rule.temperature_at(self._iteration[name])
