@@ -773,7 +773,7 @@ class SparseModel:
         self.gradients.add_up = add_up
 
     def train_replicas(self) -> None:
-        """Make all processes choose the same weights. Compare their masks before the first step, and after each change."""
+        """Make all processes choose the same weights, and compare their masks before each step after a change."""
         if is_replicated() and self.ranks is None:  # those of a sharded model are summed already
             self.add_up_gradients(_summed)
             self._is_replicated = True
