@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +78,31 @@ def test_the_site_is_as_dark_as_the_system(scheme: str, name: str, site: Path, b
     for page in ("index", "memory"):  # the second is shown to one who has been here
         browser.get((site / f"{page}.html").as_uri())
         assert browser.execute_script("return document.body.dataset.mdColorScheme") == name
+
+
+@pytest.mark.parametrize("over", ["disk", "http"])
+def test_search_finds_a_page(over: str, site: Path, browser: Any) -> None:
+    with contextlib.ExitStack() as stack:
+        start = (site / "index.html").as_uri()
+        if over == "http":
+            server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(site)))
+            stack.callback(server.server_close)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            start = f"http://127.0.0.1:{server.server_address[1]}/index.html"
+        browser.get(start)
+        browser.execute_script("document.querySelector('[data-md-toggle=search]').click()")
+        browser.find_element("css selector", "[data-md-component=search-query]").send_keys("storage compact")
+        for _ in range(100):
+            found = browser.execute_script(
+                "return Array.from(document.querySelectorAll('.md-search-result__link')).map(a => a.href)"
+            )
+            if found:
+                break
+            time.sleep(0.1)
+        assert any("memory.html" in link for link in found), found
+        outside = browser.execute_script(
+            "return performance.getEntriesByType('resource').map(entry => entry.name)"
+            ".filter(name => !name.startsWith('file:') && !name.startsWith(location.origin))"
+        )
+        assert outside == []
