@@ -60,28 +60,12 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_help_names_the_verbs_and_imports_no_torch() -> None:
-    code = (
-        "import sys, growprune.cli; sys.argv = ['growprune', '--help']\ntry: growprune.cli.main()\nexcept SystemExit: "
-    )
-    code += "print('torch' in sys.modules)"
+    code = "import sys, growprune.cli; sys.argv = ['growprune', '--help']\ntry: growprune.cli.main()\n"
+    code += "except SystemExit: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("False")
     verbs = [line.split()[0] for line in done.stdout.split("Commands:")[1].splitlines()[1:] if line.startswith("  ")]
-    assert verbs == [
-        "demo",
-        "list",
-        "plan",
-        "train",
-        "resume",
-        "inspect",
-        "prune",
-        "perplexity",
-        "convert",
-        "report",
-        "compare",
-        "deploy",
-        "doctor",
-    ]
+    assert verbs == [*VERBS]
 
 
 def test_list_shows_every_method_task_and_recipe_with_what_it_is() -> None:
@@ -178,49 +162,44 @@ def test_a_signal_saves_says_how_to_resume_and_exits_with_its_code(number: int, 
 def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "run")]
     assert "unknown recipe 'digits/best'. Did you mean digits/dense" in refused("plan", "digits/best")
-    assert "recipe file nowhere.py does not exist" in refused("train", "nowhere.py:recipe", *out)
-    assert "unknown field 'sparsty'" in refused("train", "digits/tiny", *out, "--set", "sparsty=1")
-    assert "sparsity must be in [0, 1), got 1.5" in refused("train", "digits/tiny", *out, "--set", "sparsity=1.5")
-    assert "the number of layers of the model, 4, got 5" in refused("plan", "digits/tiny", "--set", "parts.kappa=5")
-    assert "has more than 100,000 phases" in refused("plan", "digits/tiny", "--set", "options.steps=999999999")
-    assert "kappa must be an integer >= 1, got 0" in refused("plan", "digits/tiny", "--set", "parts.kappa=0")
-    assert "matches no parameter" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["tail.*"]')
-    assert "needs a multiple of 4 inputs" in refused("train", "digits/tiny", *out, "--set", "pattern=2:4")
-    assert "nothing to prune" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["*"]')
-    assert "there is no method 'magic'" in refused("plan", "digits/tiny", "--set", "method=magic")
+    assert "nowhere.py" in refused("train", "nowhere.py:recipe", *out)
     assert "KIND must be one of methods, tasks, recipes, got 'people'" in refused("list", "people")
-    assert "no recipes with 'mars' in the name" in refused("list", "recipes", "mars")
-    (tmp_path / "empty").mkdir()
-    for nothing in (tmp_path / "nothing", tmp_path / "empty"):
-        expected = f"{nothing} is no run folder: cannot read recipe.json (No such file or directory). Give the folder"
-        assert expected in refused("resume", str(nothing))
+    assert "'mars'" in refused("list", "recipes", "mars")
     assert "nothing.safetensors" in refused("inspect", str(tmp_path / "nothing.safetensors"))
+    (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("in the way")
-    assert "--out must be a new or empty folder" in refused("train", "digits/tiny", "--out", str(tmp_path / "file"))
-    assert "recipe.json (Not a directory). Give" in refused("resume", str(tmp_path / "file"))
+    for name in ("nothing", "empty", "file"):
+        assert f"{tmp_path / name} is no run folder: cannot read recipe.json" in refused("resume", str(tmp_path / name))
+    assert f"{tmp_path / 'file'} exists" in refused("train", "digits/tiny", "--out", str(tmp_path / "file"))
     beyond = tmp_path / "file" / "run"
-    written = refused("train", "digits/tiny", "--out", str(beyond))
-    assert f"cannot write to {beyond} (Not a directory). Choose another --out" in written
+    assert f"cannot write to {beyond}" in refused("train", "digits/tiny", "--out", str(beyond))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("setting", "named"),
     [
-        ("task.batch_size=0", "batch_size must be >= 1, got 0"),
-        ("task.width=0", "width must be >= 1, got 0"),
-        ("task.label_smoothing=2", "label_smoothing must be in [0, 1), got 2.0"),
-        ("optimizer.lr=-1", "lr must be >= 0, got -1.0"),
-        ("optimizer.momentum=null", "optimizer sgd does not accept nesterov"),
-        ("optimizer.kind=adam", "optimizer adam does not accept momentum, nesterov"),
-        ("clip=-1", "clip must be > 0, or None for no clipping, got -1.0"),
-        ("options.sparsity=0.5", "Set the recipe's own field: sparsity=0.5"),
+        ("sparsty=1", "'sparsty'"),
+        ("sparsity=1.5", "1.5"),
+        ("options.steps=999999999", "100,000 phases"),
+        ("options.sparsity=0.5", "sparsity=0.5"),
+        ("parts.kappa=0", "kappa"),
+        ("parts.kappa=5", "got 5"),
+        ('keep_dense=["tail.*"]', "tail"),
+        ('keep_dense=["*"]', "nothing to prune"),
+        ("pattern=2:4", "4 inputs"),
+        ("method=magic", "'magic'"),
+        ("task.batch_size=0", "batch_size"),
+        ("task.label_smoothing=2", "2.0"),
+        ("optimizer.lr=-1", "-1.0"),
+        ("optimizer.kind=adam", "momentum, nesterov"),
+        ("clip=-1", "-1.0"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_gives_one_line_and_leaves_no_folder(
-    setting: str, message: str, tmp_path: Path
+    setting: str, named: str, tmp_path: Path
 ) -> None:
-    assert message in refused("train", "digits/tiny", "--out", str(tmp_path / "run"), "--set", setting)
+    assert named in refused("train", "digits/tiny", "--out", str(tmp_path / "run"), "--set", setting)
     assert not (tmp_path / "run").exists()
 
 
@@ -245,39 +224,23 @@ def changed(path: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "what"),
+    ("name", "values", "what"),
     [
-        ({"source": 3}, "its source is 3"),
-        ({"settings": ["a"]}, "its settings is ['a']"),
-        ({"settings": {"seed": 3}}, "its settings.* is 3"),
-        ({"recipe": {"task": {"name": 3}, "method": "m", "sparsity": 0.5}}, "its recipe.task.name is 3"),
-        ({"recipe": {"task": {"name": "T"}, "method": "m", "sparsity": "0.5"}}, "its recipe.sparsity is '0.5'"),
-        ({"format": True}, "its format is True"),
-        ({"source": ["x" * 100_000]}, "its source is ['xxx"),
+        ("recipe.json", {"settings": {"seed": 3}}, "its settings.* is 3"),
+        ("recipe.json", {"recipe": {"task": {"name": 3}, "method": "m", "sparsity": 0.5}}, "its recipe.task.name is 3"),
+        ("recipe.json", {"format": True}, "its format is True"),
+        ("recipe.json", {"source": ["x" * 100_000]}, "its source is ['xxx"),
+        ("result.json", {"history": [{"stage": 1}]}, "it has no history.*.branch"),
+        ("result.json", {"test": {"accuracy": "high"}}, "its test.* is 'high'"),
+        ("result.json", {"best": {"stage": "last"}}, "its best.stage is 'last'"),
     ],
 )
-def test_a_recipe_with_a_value_of_a_wrong_kind_gives_one_short_line(values: Any, what: str, run: Path) -> None:
-    changed(run / "recipe.json", **values)
+def test_a_value_of_a_wrong_kind_gives_one_short_line(name: str, values: Any, what: str, run: Path) -> None:
+    changed(run / name, **values)
     for command in ("inspect", "resume"):
         said = refused(command, str(run))
-        assert f"recipe.json is damaged ({what}" in said
+        assert f"{name} is damaged ({what}" in said
         assert len(said) < 1200
-
-
-@pytest.mark.parametrize(
-    ("values", "what"),
-    [
-        ({"history": 3}, "its history is 3"),
-        ({"history": [{"stage": 1}]}, "it has no history.*.branch"),
-        ({"test": {"accuracy": None}}, "its test.* is None"),
-        ({"best": {"stage": "last"}}, "its best.stage is 'last'"),
-        ({"file_bytes": "many"}, "its file_bytes is 'many'"),
-    ],
-)
-def test_a_result_with_a_value_of_a_wrong_kind_gives_one_line(values: Any, what: str, run: Path) -> None:
-    changed(run / "result.json", **values)
-    for command in ("inspect", "resume"):
-        assert f"result.json is damaged ({what}" in refused(command, str(run))
 
 
 @pytest.mark.parametrize("name", ["recipe.json", "result.json"])
@@ -287,22 +250,17 @@ def test_json_nested_too_deep_to_read_gives_one_line(name: str, run: Path) -> No
 
 
 def test_long_input_is_not_echoed_whole(tmp_path: Path) -> None:
-    out, long = ["--out", str(tmp_path / "run")], "x" * 100_000
+    long = "x" * 100_000
     for arguments in (
         ["plan", long],
         ["list", long],
         ["plan", "digits/tiny", "--set", f"{long}=1"],
-        ["plan", "digits/tiny", "--set", f"sparsity={long}"],
         ["plan", "digits/tiny", "--set", f"sparsity={'[' * 100_000}"],
-        ["plan", "digits/tiny", "--set", "sparsity=" + "x" * 500],
         ["plan", "digits/tiny", "--set", "options=" + "x " * 300],
-        ["plan", "digits/tiny", "--set", "allocation=" + "x y" * 200],
         ["plan", "digits/tiny", "--set", "method=" + "x" * 500],
-        ["plan", "digits/tiny", "--set", "parts=" + "x" * 500],
-        ["plan", "digits/tiny", "--set", "x" * 500],
         ["plan", "digits/tiny", "--set", "device=" + "it's " * 100],
         ["deploy", __file__, "--out", "out", "--model", "x" * 500, "--example-shape", "1"],
-        ["train", "digits/tiny", *out, "--set", f'keep_dense=["{long}"]'],
+        ["train", "digits/tiny", "--out", str(tmp_path / "run"), "--set", f'keep_dense=["{long}"]'],
         ["train", "digits/tiny", "--out", long],
     ):
         assert len(refused(*arguments)) < (1200 if long in arguments[-1] else 490)

@@ -142,8 +142,3 @@ def test_a_link_to_nothing_is_there_already(run: Path, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "already exists (a link to " in done.stderr
     assert not (tmp_path / "nothing.safetensors").exists()
-
-
-@pytest.mark.parametrize("verb", ["convert", "report"])
-def test_help_says_that_links_are_followed(verb: str) -> None:
-    assert "link" in show(verb, "--help")

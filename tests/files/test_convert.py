@@ -308,16 +308,13 @@ def test_a_sparse_file_goes_to_sparse_as_it_is(model: Path, tmp_path: Path) -> N
     ("arguments", "said"),
     [
         (["out.bin"], "out.bin does not say which format to write"),
-        (["out.safetensors", "--to", "gguf"], "to must be one of sparse, dense, hf, onnx, openvino, got 'gguf'"),
-        (["out.onnx"], "onnx is a graph and needs the model's code"),
-        (["out.xml", "--model", "model.py:build"], "pass --model and --example-shape"),
-        (["out.safetensors", "--model", "model.py"], "must be path.py:function or module:function"),
-        (["out.safetensors", "--model", "model.py:nothing"], "has no function 'nothing'"),
-        (["out.safetensors", "--model", "no_such_module:f"], "was not found (No module named"),
-        (
-            ["out.safetensors", "--model", "model.py:number"],
-            "must return an nn.Module or a tuple (module, example input), got int",
-        ),
+        (["out.safetensors", "--to", "gguf"], "'gguf'"),
+        (["out.onnx"], "--model"),
+        (["out.xml", "--model", "model.py:build"], "--example-shape"),
+        (["out.safetensors", "--model", "model.py"], "path.py:function or module:function"),
+        (["out.safetensors", "--model", "model.py:nothing"], "'nothing'"),
+        (["out.safetensors", "--model", "no_such_module:f"], "no_such_module"),
+        (["out.safetensors", "--model", "model.py:number"], "got int"),
     ],
 )
 def test_mistakes_are_said_in_one_line(

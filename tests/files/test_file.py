@@ -267,13 +267,6 @@ def test_rows_that_are_kept_dense_have_no_bits(tmp_path: Path) -> None:
     assert (totals["prunable"], totals["prunable_nnz"]) == (8, 4)
 
 
-def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
-    sparse = zoo()
-    file.save(sparse, tmp_path / "a")
-    file.save(sparse, tmp_path / "b")
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 def test_shared_tensors_are_in_the_file_once_and_passing_buffers_are_not(tmp_path: Path) -> None:
     file.save(zoo(), tmp_path / "model.safetensors")
     names = stored(tmp_path / "model.safetensors").keys()

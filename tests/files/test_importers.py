@@ -136,22 +136,22 @@ def test_bits_of_compressed_tensors_are_read_row_by_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "value", "said"),
+    ("part", "value", "named"),
     [
-        ("shape", torch.tensor([2, 1 << 40]), "but a bitmask of 4 bytes"),
-        ("shape", torch.tensor([-2, 10]), r"shape \[-2, 10\]"),
-        ("shape", torch.tensor([], dtype=torch.int64), r"shape \[\]"),
+        ("shape", torch.tensor([2, 1 << 40]), "4 bytes"),
+        ("shape", torch.tensor([-2, 10]), r"\[-2, 10\]"),
+        ("shape", torch.tensor([], dtype=torch.int64), r"\[\]"),
         ("compressed", torch.ones(4), "4 values, but 3 bits"),
-        ("bitmask", torch.zeros(2, 2), "a bitmask of torch.float32"),
+        ("bitmask", torch.zeros(2, 2), "torch.float32"),
     ],
 )
-def test_a_file_of_compressed_tensors_that_contradicts_itself_is_damaged(part: str, value: Tensor, said: str) -> None:
+def test_a_file_of_compressed_tensors_that_contradicts_itself_is_damaged(part: str, value: Tensor, named: str) -> None:
     state = {
         "fc.compressed": torch.ones(3),
         "fc.bitmask": torch.tensor([[1, 2], [128, 0]], dtype=torch.uint8),
         "fc.shape": torch.tensor([2, 10]),
     }
-    with pytest.raises(gp.GrowpruneError, match=said):
+    with pytest.raises(gp.GrowpruneError, match=named):
         importers.read(state | {f"fc.{part}": value})
 
 
@@ -163,11 +163,7 @@ def test_a_plain_checkpoint_gives_its_zeros_and_a_few_of_them_are_none() -> None
 
 
 def test_what_lies_beside_the_tensors_of_a_checkpoint_is_left_out(tmp_path: Path) -> None:
-    checkpoint = {
-        "state_dict": zeroed(),
-        "recipe": "modifiers:\n  - !GMPruningModifier\n",
-        "epoch": 3,
-    }  # as of SparseML
+    checkpoint = {"state_dict": zeroed(), "recipe": "modifiers:", "epoch": 3}  # as of SparseML
     torch.save(checkpoint, tmp_path / "checkpoint.pth")
     found = importers.read(tmp_path / "checkpoint.pth")
     assert (found.format, found.num_alive, set(found.tensors)) == ("dense", 12, set(zeroed()))
@@ -178,14 +174,6 @@ def test_names_of_one_tensor_are_kept_together(tmp_path: Path) -> None:
     torch.save({**state, "tied.weight": state["0.weight"]}, tmp_path / "tied.pt")
     found = importers.read(tmp_path / "tied.pt")
     assert (dict(found.aliases), "tied.weight" in found.tensors) == ({"tied.weight": "0.weight"}, False)
-
-
-def test_a_file_of_ours_is_read_too(tmp_path: Path) -> None:
-    sparse = gp.SparseModel(mlp(), sparsity=0.5)
-    sparse.prune()
-    gp.save(sparse, tmp_path / "ours.safetensors")
-    found = importers.read(tmp_path / "ours.safetensors")
-    assert (found.format, found.num_alive) == ("growprune", sparse.num_alive)
 
 
 # Lightning itself
@@ -271,10 +259,7 @@ def test_a_sparse_embedding_is_named_if_the_model_keeps_it_dense() -> None:
     with pytest.warns(UserWarning, match="0.weight is sparse in the source, but dense in the model"):
         importers.load(state, model)
     sparse = importers.load(state, model, include=["0.weight"])
-    assert sparse.alive_by_weight() == {
-        "1.weight": 8,
-        "0.weight": 20,
-    }
+    assert sparse.alive_by_weight() == {"1.weight": 8, "0.weight": 20}
 
 
 @pytest.mark.parametrize(

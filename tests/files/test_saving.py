@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,45 +32,46 @@ def test_a_weight_that_came_back_off_the_mask_is_refused(tmp_path: Path) -> None
     sparse = three_of_twelve()
     with torch.no_grad():
         sparse.model.weight[0, 1] = 0.5
-    with pytest.raises(
-        ValueError, match=r"^the weights disagree with the masks: 1 weights of weight are non-zero.*sparse\.enforce\(\)"
-    ):
+    with pytest.raises(GrowpruneError, match="1 weights of weight"):
         file.save(sparse, tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
     sparse.enforce()
     file.save(sparse, tmp_path / "model.safetensors")
 
 
-def test_a_mask_that_breaks_its_blocks_is_refused(tmp_path: Path) -> None:
+def broken_blocks() -> SparseModel:
     sparse = linear(THREE_BY_FOUR, sparsity=0.5, pattern="1x2")
-    masks = {"weight": torch.tensor([1, 0], dtype=torch.uint8)}
-    sparse.load_state_dict({**sparse.state_dict(), "masks": masks})
-    with pytest.raises(
-        ValueError, match=r"the mask of weight does not have the pattern 1x2: call prune\(\) before saving"
-    ):
-        file.save(sparse, tmp_path / "model.safetensors")
+    sparse.load_state_dict({**sparse.state_dict(), "masks": {"weight": torch.tensor([1, 0], dtype=torch.uint8)}})
+    return sparse
 
 
-def test_blocks_larger_than_the_format_allows_are_refused(tmp_path: Path) -> None:
-    sparse = linear(THREE_BY_FOUR, sparsity=0.0, pattern="1x1025")
-    with pytest.raises(ValueError, match="blocks in a file may be at most 1024 wide or high, got pattern 1x1025"):
-        file.save(sparse, tmp_path / "model.safetensors")
-
-
-def test_a_dtype_that_safetensors_cannot_hold_is_refused(tmp_path: Path) -> None:
+def of_a_large_dtype() -> SparseModel:
     model = nn.Linear(2, 2)
     model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(ValueError, match=r"phase has dtype torch.complex128, which a file cannot store"):
-        file.save(SparseModel(model, sparsity=0.0), tmp_path / "model.safetensors")
+    return SparseModel(model, sparsity=0.0)
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (broken_blocks, "weight .*1x2"),
+        (lambda: linear(THREE_BY_FOUR, sparsity=0.0, pattern="1x1025"), "1x1025"),
+        (of_a_large_dtype, "phase .*complex128"),
+    ],
+)
+def test_a_model_that_a_file_cannot_hold_is_refused(
+    build: Callable[[], SparseModel], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GrowpruneError, match=named):
+        file.save(build(), tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("setting", "value"), [("seed", np.int64(3)), ("target_sparsity", np.float32(0.75))])
 def test_a_setting_that_is_not_json_is_named(setting: str, value: object, tmp_path: Path) -> None:
     sparse = three_of_twelve()
     setattr(sparse, setting, value)
-    with pytest.raises(
-        GrowpruneError, match=rf"^{setting.removeprefix('target_')}=.* cannot be written to a file \(.*\): create the"
-    ):
+    with pytest.raises(GrowpruneError, match=f"^{setting.removeprefix('target_')}="):
         file.save(sparse, tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -105,9 +107,7 @@ def test_a_failing_disk_leaves_the_old_file(where: str, old: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(where, fail)
-    with pytest.raises(
-        OSError, match=r"cannot write .*model.safetensors: No space left on device; free disk space"
-    ) as caught:
+    with pytest.raises(OSError, match=r"model\.safetensors: No space left") as caught:
         file.save(zoo(), old)
     assert caught.value.errno == errno.ENOSPC
     assert_old_is_intact(old)
@@ -154,9 +154,7 @@ def test_what_is_not_written_as_meant_never_takes_the_name(
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"cannot write .*nowhere/model: No such file or directory; free disk space or"
-    ):
+    with pytest.raises(FileNotFoundError, match="nowhere/model"):
         file.save(three_of_twelve(), tmp_path / "nowhere" / "model")
 
 

@@ -118,20 +118,6 @@ def test_the_picture_of_the_layers_is_drawn_from_the_table() -> None:
     assert names["PICTURE"].read_text(encoding="utf-8") == names["draw"](MAY_IMPORT), "run docs/layers.py"
 
 
-def test_a_line_of_the_picture_that_follows_from_others_is_left_out() -> None:
-    draw = runpy.run_path(str(ROOT / "docs" / "layers.py"))["draw"]
-    assert draw({"low": "", "middle": "low", "high": "low middle.part"}).count("<line") == 2
-
-
-SHARED_NAMES = {"layout", "parameter", "ranking", "tuning", "triton_kernels", "digits", "settings"}
-"""One is the sharded or the GPU form of the other; a task and its recipes; checks of values and what holds them."""
-
-
-def test_a_module_is_found_by_its_name() -> None:
-    names = [Path(file).stem for file in files if not file.endswith("__init__.py")]
-    assert {name for name in names if names.count(name) > 1} <= SHARED_NAMES
-
-
 def test_nothing_imports_the_command_line() -> None:
     assert [above for above, allowed in MAY_IMPORT.items() if "cli" in allowed.split()] == []
 

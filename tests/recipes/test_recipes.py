@@ -84,11 +84,6 @@ def test_epochs_are_counted_as_the_paper_does(name: str, epochs: int) -> None:
 @pytest.mark.parametrize(
     "name, epochs",
     {
-        "classification-imagenet/snip-80-uniform": 100,
-        "classification-imagenet/set-90-uniform-12x": 1200,
-        "classification-imagenet/rigl-80-erk-5x": 500,
-        "classification-imagenet/gmp-80-global": 135,
-        "classification-imagenet/grasp-90-global": 150,
         "classification-imagenet/iterative-admm-80-uniform": 750,
         "classification-imagenet/iterative-admm-90-uniform": 1250,
         "classification-cifar10/gmp-80-global": 60,
@@ -104,36 +99,6 @@ def test_a_baseline_trains_as_long_as_in_the_paper_or_as_all_others_in_small(nam
     recipe = find(name)
     assert recipe.options["epochs"] == epochs
     assert f"; {epochs} epochs; " in recipe.claim
-
-
-def test_every_baseline_of_table_1_has_its_row() -> None:
-    """By the lines of Table 1: how the row is called, the sparsities' top-1, and the total of epochs."""
-    for row, found, epochs in (
-        ("iterative-admm-{}-uniform", ("77.1", "75.8"), (750, 1250)),
-        ("snip-{}-uniform", ("72.0", "67.2"), (100, 100)),
-        ("set-{}-uniform", ("72.9", "69.6"), (100, 100)),
-        ("set-{}-uniform-12x", ("76.4", "74.5"), (1200, 1200)),
-        ("rigl-{}-uniform", ("74.6", "72.0"), (100, 100)),
-        ("rigl-{}-uniform", ("74.6", "72.5"), (100, 100)),  # the authors' own
-        ("rigl-{}-uniform-5x", ("76.6", "75.7"), (500, 500)),
-        ("rigl-{}-uniform-5x", ("76.9", "75.6"), (500, 500)),
-        ("rigl-{}-uniform-12x", ("77.1", "76.0"), (1200, 1200)),
-        ("gmp-{}-global", ("76.5", "75.0"), (135, 135)),
-        ("snip-{}-global", ("69.7", "61.9"), (100, 100)),
-        ("grasp-{}-global", ("72.1", "68.1"), (150, 150)),
-        ("set-{}-erk", ("72.6", "70.4"), (100, 100)),
-        ("dsr-{}-global", ("73.3", "71.6"), (100, 100)),
-        ("rigl-{}-erk", ("75.1", "73.0"), (100, 100)),
-        ("rigl-{}-erk", ("75.4", "73.9"), (100, 100)),
-        ("rigl-{}-erk-5x", ("77.1", "76.4"), (500, 500)),
-        ("rigl-{}-erk-5x", ("77.4", "76.3"), (500, 500)),
-        ("rigl-{}-erk-12x", ("77.4", "76.8"), (1200, 1200)),
-    ):
-        for percent, top1, total in zip((80, 90), found, epochs, strict=True):
-            claim = find(f"classification-imagenet/{row.format(percent)}").claim
-            assert f"Table 1, {row.split('-')[0].replace('iterative', 'prune')}" in claim
-            assert f"{percent} %" in claim
-            assert re.search(rf"top-1.* {top1}\b.*; {total} epochs;", claim), claim
 
 
 def test_long_forms_have_a_cosine_and_mixup() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from toy import Toy, cyclic
 
+from growprune.errors import GrowpruneError
 from growprune.tasks import TASKS, Task
 from growprune.tasks.task import num_examples
 
@@ -88,3 +89,37 @@ def test_every_task_derives_from_the_base_class(name: str) -> None:
 )
 def test_examples_are_counted_by_the_first_tensor_with_an_axis(batch: Any, count: int) -> None:
     assert num_examples(batch) == count
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "named"),
+    [
+        ("classification", {"model": "resnet34"}, "'resnet34'"),
+        ("classification", {"stem": "mnist"}, "'mnist'"),
+        ("classification", {"crop": "none"}, "'none'"),
+        ("classification", {"crop": "resized", "in_memory": True}, "'resized'"),
+        ("classification", {"batch_size": 1}, "batch_size must be >= 2, got 1"),
+        ("classification", {"workers": -1}, "workers"),
+        ("classification", {"min_scale": 0.0}, "min_scale"),
+        ("classification", {"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        ("classification", {"mixup": -0.1}, "mixup"),
+        ("classification", {"std": (1.0, 0.0, 1.0)}, "std"),
+        ("detection", {"batch_size": 1}, "batch_size"),
+        ("detection", {"num_classes": 0}, "num_classes"),
+        ("detection", {"zoom_out": 0.5}, "zoom_out"),
+        ("segmentation", {"batch_size": 0}, "batch_size must be > 0, got 0"),
+        ("segmentation", {"num_points": 31}, "num_points must be >= 512.* got 31"),
+        ("translation", {"heads": 3}, "d_model .*heads=3, got 512"),
+        ("translation", {"d_model": 15, "heads": 3}, "d_model .*heads=3, got 15"),
+        ("translation", {"beam": 0}, "beam"),
+        ("translation", {"dropout": 1.0}, "dropout"),
+        ("translation", {"max_length": 61, "max_tokens": 63}, "max_tokens .*max_length=61, got 63"),
+        ("translation", {"target": "en"}, "'en' for both"),
+        ("language", {"context": 0}, "context"),
+        ("language", {"dropout": -0.1}, "dropout"),
+        ("language", {"d_model": 9}, "d_model .*heads=6, got 9"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(task: str, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(GrowpruneError, match=named):
+        TASKS[task](**settings)

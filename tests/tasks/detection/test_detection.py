@@ -114,12 +114,6 @@ def test_suppression_is_that_of_the_greedy_loop(lists: list[list[tuple[int, int,
     assert kept.tolist() == [greedy(*pair) for pair in zip(boxes, valid, strict=True)]
 
 
-def test_a_long_chain_of_overlaps_is_suppressed_as_the_loop_does() -> None:
-    start = torch.arange(60.0)
-    boxes = torch.stack((start, torch.zeros(60), start + 4, torch.ones(60)), 1)  # each overlaps the next by 3 / 5
-    assert suppress(boxes[None], torch.ones(1, 60, dtype=torch.bool))[0].tolist() == [i % 2 == 0 for i in range(60)]
-
-
 def test_detections_are_the_best_of_each_object_and_class() -> None:
     anchors = torch.tensor([[0.3, 0.3, 0.2, 0.2], [0.31, 0.3, 0.2, 0.2], [0.7, 0.7, 0.2, 0.2]]).repeat(100, 1)
     probabilities = torch.full((1, 300, 3), 0.01)
@@ -152,11 +146,6 @@ def test_of_two_objects_with_one_best_anchor_the_closer_one_has_it() -> None:
     close, far = [0.3, 0.3, 0.7, 0.6], [0.4, 0.4, 0.5, 0.5]
     for boxes, expected in (([close, far], 1), ([far, close], 2)):
         assert match(torch.tensor([boxes]), torch.tensor([[1, 2]]), anchors)[1].tolist() == [[expected, 0]]
-
-
-def test_without_objects_all_is_background() -> None:
-    _, labels = match(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64), default_boxes(CPU))
-    assert not labels.any()
 
 
 def naive_loss(
@@ -280,12 +269,6 @@ def test_outputs_are_in_the_order_of_the_anchors() -> None:
     assert torch.allclose(default_boxes(CPU)[index, :2], torch.tensor((7.5 * 16 / 300, 4.5 * 16 / 300)))
 
 
-@pytest.mark.parametrize("field, value", [("batch_size", 1), ("num_classes", 0), ("width", 0), ("zoom_out", 0.5)])
-def test_settings_out_of_range_are_refused(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be >= .*, got {value}"):
-        Detection(**{field: value})
-
-
 # COCO's numbers
 
 
@@ -317,24 +300,8 @@ def test_perfect_detections_have_everything() -> None:
 def test_a_shifted_box_counts_up_to_its_iou() -> None:
     found = np.array([(120.0, 100.0, 100.0, 100.0, 0.9, 1.0)])  # IoU 80 / 120: right at 0.5, 0.55, 0.6 and 0.65
     numbers = coco_numbers([scene((100.0, 100.0, 100.0, 100.0))], [found], num_classes=1)
-    expected = {
-        "map": 40,
-        "map50": 100,
-        "map75": 0,
-        "map_large": 40,
-        "mar1": 40,
-        "mar10": 40,
-        "mar100": 40,
-        "mar_large": 40,
-    }
-    assert numbers == pytest.approx(expected)  # there are none that are small or medium
-
-
-def test_half_of_the_objects_found_is_half_of_the_recall_points() -> None:
-    found = np.array([(100.0, 100.0, 100.0, 100.0, 0.9, 1.0)])
-    numbers = coco_numbers([scene((100.0, 100.0, 100.0, 100.0), (0.0, 0.0, 50.0, 50.0))], [found], num_classes=1)
-    assert numbers["map"] == pytest.approx(100 * 51 / 101)  # recalls 0, 0.01, ..., 0.5
-    assert numbers["mar100"] == pytest.approx(50.0)
+    expected = dict.fromkeys(("map", "map_large", "mar1", "mar10", "mar100", "mar_large"), 40)
+    assert numbers == pytest.approx(expected | {"map50": 100, "map75": 0})  # there are none that are small or medium
 
 
 @pytest.mark.parametrize("is_crowd, expected", [(True, 100.0), (False, 50.4950495)])

@@ -159,19 +159,16 @@ def test_bytes_as_tokens_are_the_text_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arrays, says",
+    "arrays, named",
     [
-        (
-            {"num_bytes": np.ones(9, int)},
-            "has 9 kinds of tokens, but task.vocab_size is 5. Use --set task.vocab_size=9",
-        ),
-        ({"tokens": np.full(60, 5)}, r"tokens in .* must be in \[0, 5\), the length of num_bytes, got 5 to 5"),
-        ({"tokens": np.zeros((60, 2), int)}, r"tokens in .* must be a list of integers, got int64 \(60, 2\)"),
-        ({"num_bytes": np.ones(5)}, r"num_bytes in .* must be a list of integers, got float64 \(5,\)"),
+        ({"num_bytes": np.ones(9, int)}, "9 .* 5"),
+        ({"tokens": np.full(60, 5)}, r"tokens .*\[0, 5\).* 5 to 5"),
+        ({"tokens": np.zeros((60, 2), int)}, r"tokens .*\(60, 2\)"),
+        ({"num_bytes": np.ones(5)}, "num_bytes .*float64"),
     ],
 )
-def test_tokens_that_cannot_be_are_refused(arrays: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(GrowpruneError, match=says):
+def test_tokens_that_cannot_be_are_refused(arrays: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(GrowpruneError, match=named):
         small(tokens(tmp_path, **arrays), vocab_size=5).num_batches()
 
 
@@ -250,19 +247,6 @@ def test_the_real_text_starts_and_learns(tmp_path: Path) -> None:
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    "settings, says",
-    [
-        ({"context": 0}, "context must be >= 1, got 0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"d_model": 9}, r"d_model must be a multiple of heads=2, got 9"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(GrowpruneError, match=says):
-        small(tmp_path, **settings)
 
 
 def test_a_text_that_is_none_or_too_short_is_said_at_once(tmp_path: Path) -> None:

@@ -207,15 +207,3 @@ def test_it_can_be_cut_into_the_parts_of_the_paper() -> None:
     model = small_model()
     head = ("fp3", "fp2", "fp1", "conv1", "bn1", "conv2")
     assert len(Partition.of(model, (("sa1",), ("sa2",), ("sa3",), head))) == 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be > 0, got 0"),
-        ({"num_points": 31}, "num_points must be >= 32, the number of centres, got 31"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small(**settings)

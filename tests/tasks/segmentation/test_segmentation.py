@@ -13,9 +13,6 @@ from segmentation_cases import BAG, CPU, GOOD, MUG, forget, small, small_model, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune import engine, methods
-from growprune.engine.recipe import Recipe
-from growprune.masks.partition import contiguous
 from growprune.tasks.segmentation import PartSegmentation, shapenet
 from growprune.tasks.segmentation.shapenet_parts import (
     NUM_CATEGORIES,
@@ -204,21 +201,6 @@ def test_without_normals_the_same_points_have_three_numbers(folder: Path) -> Non
     assert torch.equal(with_normals[0][0][..., :3], without[0][0])
 
 
-def test_a_sparse_run_lowers_the_loss(folder: Path, tmp_path: Path) -> None:
-    recipe = Recipe(
-        task=small(data=str(folder), batch_size=8),
-        method=methods.cyclic_gap,
-        options={"steps": 2, "epochs": 2, "finetune": 2},
-        sparsity=0.5,
-        parts=contiguous(2),
-        device="cpu",
-    )
-    engine.train(recipe, tmp_path / "run")
-    events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    losses = [event["loss"] for event in events if event["event"] == "epoch"]
-    assert losses[-1] < losses[0]
-
-
 # The cache
 
 
@@ -255,34 +237,6 @@ def test_text_is_parsed_once_and_again_when_a_file_changes(
     assert not are_equal(first, batches_of(small(data=str(source))))
     assert len(texts) == 52
     assert len(list((tmp_path / "cache" / "growprune").iterdir())) == 1
-
-
-def test_a_damaged_cache_is_no_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = batches_of(small(data=str(folder)))
-    (file,) = (tmp_path / "cache" / "growprune").iterdir()
-    for content in (b"", file.read_bytes()[:1000], b"PK" + bytes(100)):
-        file.write_bytes(content)
-        forget()
-        texts = parsed(monkeypatch)
-        assert are_equal(first, batches_of(small(data=str(folder))))
-        assert len(texts) == 26
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert len(batches_of(small(data=str(folder)))) == 8
-
-
-def test_a_cache_of_another_version_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapenet.load(str(folder))
-    monkeypatch.setattr(shapenet, "VERSION", shapenet.VERSION + "0")
-    forget()
-    texts = parsed(monkeypatch)
-    shapenet.load(str(folder))
-    assert len(texts) == 26
 
 
 def test_files_behind_a_link_are_watched_and_the_way_to_them_does_not_matter(

@@ -102,17 +102,17 @@ def test_a_bad_shape_is_named_and_skipped(folder: Path, tmp_path: Path, message:
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entry", "named"),
     [
-        ("shape_data/03001627/chair", "its category '03001627' is not in synsetoffset2category.txt"),
-        ("nonsense", "it must be shape_data/<synset>/<id>"),
-        (f"shape_data/{MUG}/../{BAG}/shape11", "it must be shape_data/<synset>/<id>"),
+        ("shape_data/03001627/chair", "'03001627'"),
+        ("nonsense", "nonsense"),
+        (f"shape_data/{MUG}/../{BAG}/shape11", BAG),
     ],
 )
-def test_a_bad_entry_of_a_list_is_named_and_skipped(folder: Path, entry: str, message: str) -> None:
+def test_a_bad_entry_of_a_list_is_named_and_skipped(folder: Path, entry: str, named: str) -> None:
     path = folder / "train_test_split" / "shuffled_train_file_list.json"
     path.write_text(json.dumps([entry, *json.loads(path.read_text())]))
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=named):
         assert len(shapenet.load(str(folder))["train"]) == 15
 
 
@@ -133,10 +133,8 @@ def test_no_shape_that_is_measured_on_is_skipped(folder: Path, split: str) -> No
     path = folder / "train_test_split" / f"shuffled_{split}_file_list.json"
     path.write_text(json.dumps([f"shape_data/{MUG}/lost", *json.loads(path.read_text())]))
     name = {"val": "validation", "test": "test"}[split]
-    expected = (
-        f"shape_data/{MUG}/lost: {MUG}/lost.txt does not exist. Shapes of the {name} split are never skipped. Repair it"
-    )
-    assert expected in refusal(folder)
+    said = refusal(folder)
+    assert f"shape_data/{MUG}/lost" in said and name in said
 
 
 def test_shapes_of_any_size_are_brought_into_the_unit_sphere(folder: Path) -> None:

@@ -15,18 +15,11 @@ import torch
 from torch import Tensor
 from translation_cases import CPU, MULTI30K, model_of, naive_losses, remove, sentences, tiny, write
 
-from growprune import engine, methods
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
-from growprune.masks.partition import contiguous
+from growprune import GrowpruneError
 from growprune.tasks import translation
 from growprune.tasks.translation import Translation, corpus
 from growprune.tasks.translation.pieces import Pieces, learn
-from growprune.tasks.translation.transformer import (
-    EOS,
-    PAD,
-    Transformer,
-)
+from growprune.tasks.translation.transformer import EOS, PAD, Transformer
 
 # Evaluation
 
@@ -125,24 +118,6 @@ def test_bf16_autocast_trains_and_translates(data: Path) -> None:
     assert math.isfinite(metrics["loss"])
 
 
-def test_grow_and_prune_trains_a_translator(data: Path, tmp_path: Path) -> None:
-    recipe = Recipe(
-        task=tiny(data, d_model=8, ffn=16, encoder_layers=1, decoder_layers=1, beam=2, max_length=40),
-        method=methods.cyclic_gap,
-        options={"steps": 2, "epochs": 1, "finetune": 2},
-        sparsity=0.8,
-        parts=contiguous(2),
-        keep_dense=(),
-        optimizer=OptimizerConfig("adam", lr=1e-2, betas=(0.9, 0.98)),
-        lr_schedule=LRSchedule("inverse_sqrt", warmup_epochs=0.5),
-        device="cpu",
-    )
-    result = engine.train(recipe, tmp_path / "run")
-    assert set(result["test"]) == {"bleu", "loss", "perplexity"}
-    assert result["validation"]["loss"] < math.log(340)
-    assert result["sparsity"]["totals"]["alive"] == sum(round(0.2 * n) for n in [64] * 12 + [128] * 4)
-
-
 # Data
 
 
@@ -204,24 +179,21 @@ def empty_both(name: str) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "named"),
     [
-        (shutil.rmtree, "does not exist. Expected a folder with train, val"),
-        (remove("train.de"), "has no train.de. Expected a folder with train"),
-        (remove("test.en"), "has no test.en. Expected"),
-        (put("train.en", b"one\n" * 59), r"train.en has 59 lines but .*train.de has 60. Line n"),
-        (put("test.de", b"eins\n" * 12), r"test.en has 11 lines but .*test.de has 12. Line n"),
-        (
-            put("test.de", b"eins\n" * 4 + b"f\xfcnf\n" + b"sechs\n" * 6),
-            "test.de: line 5 is not UTF-8. Lines of the test split are never",
-        ),
-        (empty_both("train"), "the train split has no examples"),
-        (empty_both("test"), "the test split has no examples"),
+        (shutil.rmtree, "data does not exist"),
+        (remove("train.de"), r"train\.de"),
+        (remove("test.en"), r"test\.en"),
+        (put("train.en", b"one\n" * 59), r"train\.en has 59 .*train\.de has 60"),
+        (put("test.de", b"eins\n" * 12), r"test\.en has 11 .*test\.de has 12"),
+        (put("test.de", b"eins\n" * 4 + b"f\xfcnf\n" + b"sechs\n" * 6), r"test\.de: line 5"),
+        (empty_both("train"), "train split"),
+        (empty_both("test"), "test split"),
     ],
 )
-def test_bad_data_is_refused(data: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_bad_data_is_refused(data: Path, damage: Callable[[Path], object], named: str) -> None:
     damage(data)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(GrowpruneError, match=named):
         tiny(data).num_batches()
 
 
@@ -231,37 +203,14 @@ def test_too_many_bad_pairs_are_refused(data: Path) -> None:
         tiny(data).num_batches()
 
 
-def test_no_data_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--data is missing. Give --data DIR with .* \.en and \.de"):
-        tiny().num_batches()
-
-
-def test_pairs_that_are_all_too_long_are_refused(data: Path) -> None:
-    with pytest.raises(ValueError, match=r"all 60 training pairs have more than 3 tokens\. Increase max_length"):
-        tiny(data, max_length=3).num_batches()
-
-
-def test_a_vocabulary_that_is_too_small_is_refused(data: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot learn vocab_size=100 pieces: .*Try a larger vocab_size"):
-        tiny(data, vocab_size=100).num_batches()
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": 3}, r"d_model must be even and a multiple of heads=3, got 16"),
-        ({"d_model": 15, "heads": 3}, "d_model must be even and a multiple of heads=3, got 15"),
-        ({"beam": 0}, "beam must be >= 1, got 0"),
-        ({"encoder_layers": 0}, "encoder_layers must be >= 1, got 0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"label_smoothing": -0.1}, "label_smoothing must be in .*, got -0.1"),
-        ({"max_length": 61, "max_tokens": 63}, r"max_tokens must be >= 64, .* of max_length=61, got 63"),
-        ({"target": "en"}, "source and target must be different languages, got 'en' for both"),
-    ],
+    ("settings", "named"), [({"data": ""}, "--data"), ({"max_length": 3}, "60 .* 3"), ({"vocab_size": 100}, "100")]
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny(**settings)
+def test_data_that_is_missing_or_does_not_fit_the_settings_is_refused(
+    data: Path, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(GrowpruneError, match=named):
+        tiny(**({"data": data} | settings)).num_batches()
 
 
 @pytest.mark.parametrize("package", ["sentencepiece", "sacrebleu"])
@@ -274,26 +223,6 @@ def test_a_missing_package_is_named_before_training(package: str, data: Path, mo
     task.build_model()
     with pytest.raises(ValueError, match=rf"needs {package}: pip install 'growprune\[translation\]'"):
         task.num_batches()
-
-
-def test_sacrebleu_is_built_once_however_often_batches_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sacrebleu.metrics import bleu
-
-    built: list[Any] = []
-    original = bleu.BLEU.__init__
-
-    def count(self: Any, *args: Any, **options: Any) -> None:
-        built.append(options)
-        original(self, *args, **options)
-
-    monkeypatch.setattr(bleu.BLEU, "__init__", count)
-    task = tiny(data, target="fr")  # a language of which no other test has made one
-    for ending in ("train", "val", "test"):
-        (data / f"{ending}.de").rename(data / f"{ending}.fr")
-    for _ in range(5):
-        task.num_batches()
-    assert "case:mixed" in task.signature
-    assert len(built) == 1
 
 
 def test_a_language_that_sacrebleu_needs_more_for_is_said_before_training(

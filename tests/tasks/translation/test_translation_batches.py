@@ -17,11 +17,7 @@ from growprune.tasks import translation
 from growprune.tasks.translation import pieces
 from growprune.tasks.translation.batching import Batches, Pairs, Sentences
 from growprune.tasks.translation.pieces import Pieces, learn
-from growprune.tasks.translation.transformer import (
-    BOS,
-    EOS,
-    PAD,
-)
+from growprune.tasks.translation.transformer import BOS, EOS, PAD
 
 # Pieces
 

@@ -19,10 +19,7 @@ from growprune.engine.recipe import Recipe
 from growprune.sparse.rng import seed_all
 from growprune.tasks.translation import corpus, token_losses
 from growprune.tasks.translation.pieces import Pieces
-from growprune.tasks.translation.transformer import (
-    PAD,
-    Transformer,
-)
+from growprune.tasks.translation.transformer import PAD, Transformer
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

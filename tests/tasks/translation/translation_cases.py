@@ -14,11 +14,7 @@ from paths import SHARED
 from torch import Tensor
 
 from growprune.tasks.translation import Translation
-from growprune.tasks.translation.transformer import (
-    PAD,
-    Shape,
-    Transformer,
-)
+from growprune.tasks.translation.transformer import PAD, Shape, Transformer
 
 CPU = torch.device("cpu")
 MULTI30K = SHARED / "multi30k"
