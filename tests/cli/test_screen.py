@@ -97,7 +97,7 @@ def test_the_work_of_a_process_is_the_main_line_and_its_own_branches() -> None:
 
 
 def test_progress_counts_up_to_all_iterations_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growprune.engine.events.SHOW_SECONDS", 0.0)
+    monkeypatch.setattr("growprune.engine.loop.SHOW_SECONDS", 0.0)
     events: list[dict[str, Any]] = []
     engine.train(cyclic(), tmp_path / "run", on_event=events.append)
     done = [event["run_done"] for event in events if "run_done" in event]

@@ -1,4 +1,4 @@
-"""Checks before a run starts or is resumed: its processes must agree, and its recipe and plan be as before."""
+"""Checks before a run is resumed: its recipe and its plan must be the same."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-import torch
-
-from growprune.engine.batches import digest
-from growprune.engine.device import environment
 from growprune.engine.folder import RunFolder, digest_of, parts_of, phases_of
-from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
 from growprune.files.json_file import finite
@@ -99,24 +94,3 @@ def fields_of(recipe: Recipe) -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     return shorten(repr(value), 200)
-
-
-def check_processes_agree(
-    recipe: Recipe, folder: RunFolder, mesh: Mesh, device: torch.device, weights: dict[str, str] | None
-) -> None:
-    """Raise if the processes of a run have different recipes, initial weights or data."""
-    if mesh.world == 1:
-        return
-    mesh.barrier("starting")
-    sees = folder.recipe.read_text() if folder.recipe.is_file() else "nothing"
-    batch = next(iter(recipe.task.batches(seed=0, start=0, device=torch.device("cpu"))), None)
-    fields = fields_of(recipe) | {"task.data": None, "weights": None}  # which may lie elsewhere on each machine
-    version = environment(device) | {"commit": None, "source": None}  # which a machine without git does not know
-    texts = {
-        "recipe": json.dumps(fields),
-        "version": json.dumps(version),
-        "data": digest(batch),
-        "weights": json.dumps(weights),
-        "view of the run folder, which all must share,": sees,
-    }
-    mesh.agree(texts, "starting")

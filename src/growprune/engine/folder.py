@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
+import functools
 import json
 import os
 import shlex
@@ -21,7 +21,8 @@ from growprune.errors import GrowpruneError
 from growprune.files import atomic, json_file
 from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
-from growprune.plan.folding import Row, fold
+from growprune.plan.folding import fold
+from growprune.plan.phases import onward
 from growprune.runs.reading import FORMAT, origin_of, read_recipe
 from growprune.runs.result import SCORE, Result
 
@@ -218,8 +219,7 @@ def phases_of(plan: Plan) -> list[dict[str, Any]]:
 
 def digest_of(plan: Plan) -> str:
     """Digest of all phases of a plan. It differs for plans that look alike when folded."""
-    phases = [Row((scheduled,)).to_dict() for scheduled in walk(plan)]
-    return hashlib.sha256(json.dumps(phases).encode()).hexdigest()
+    return functools.reduce(onward, walk(plan), "")
 
 
 def parts_of(plan: Plan) -> dict[str, list[str]]:

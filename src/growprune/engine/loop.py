@@ -16,15 +16,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from growprune.engine.accounting import Accounting, Exploration
-from growprune.engine.batches import fingerprint
+from growprune.engine.batches import digest, fingerprint
 from growprune.engine.building import about_weights, build, shard
-from growprune.engine.compatibility import (
-    check_processes_agree,
-    check_same_plan,
-    check_same_recipe,
-    check_same_result,
-)
+from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.evaluation import Best, Evaluation
 from growprune.engine.events import Event, Events, OtherLogs, Timer
@@ -85,7 +82,7 @@ def train(
             folder.write_recipe(recipe, origin or {})
             folder.write_plan(run.plan)
             folder.store_files(run.files)
-        check_processes_agree(recipe, folder, run.mesh, run.device, run.weights)
+        run.check_processes_agree()
         return run.execute()
 
 
@@ -122,7 +119,7 @@ def resume(
         if run.mesh.is_first:
             folder.write_recipe(recipe, folder.read_origin() if origin is None else origin)
             folder.write_plan(run.plan)
-        check_processes_agree(recipe, folder, run.mesh, run.device, run.weights)
+        run.check_processes_agree()
         found = checkpoint.load_newest(folder.checkpoints, run.events.warn)
         if found is not None:
             number, state = found
@@ -218,6 +215,27 @@ class Run:
         about = {} if self.weights is None else {"weights.json": json.dumps(self.weights).encode()}
         return {**self.task.files(), **about}
 
+    def check_processes_agree(self) -> None:
+        """Raise if the processes of the run have different recipes, initial weights or data."""
+        if self.mesh.world == 1:
+            return
+        self.mesh.barrier("starting")
+        sees = self.folder.recipe.read_text() if self.folder.recipe.is_file() else "nothing"
+        batch = next(iter(self.task.batches(seed=0, start=0, device=torch.device("cpu"))), None)
+        fields = fields_of(self.recipe) | {"task.data": None, "weights": None}  # which may lie elsewhere
+        version = environment(self.device) | {
+            "commit": None,
+            "source": None,
+        }  # not known without git
+        texts = {
+            "recipe": json.dumps(fields),
+            "version": json.dumps(version),
+            "data": digest(batch),
+            "weights": json.dumps(self.weights),
+            "view of the run folder, which all must share,": sees,
+        }
+        self.mesh.agree(texts, "starting")
+
     def iteration_of(self, scheduled: ScheduledPhase) -> int:
         """The current iteration of the run. Branches of a fork count in parallel."""
         return self.training.spans[scheduled.index].start + self.place.done
@@ -251,14 +269,14 @@ class Run:
         """Train a phase, or what is left of it."""
         if self.place.position < scheduled.index:
             self._enter(scheduled)
-        state = self.state
-        while self.place.left > 0:
+        start, length = self.training.spans[scheduled.index].start, self.place.length
+        for done in range(self.place.done, length):
             self._between_iterations(scheduled)
-            self.training.iterate(scheduled, self.place.done)
+            self.training.iterate(scheduled, done)
             self.num_trained += 1
-            state.accounting.count(self.training.num_examples)
-            epoch, rest = divmod(self.iteration_of(scheduled) + 1, self.per_epoch)
-            is_last = scheduled.index == self.last_trained and self.place.left == 1
+            self.state.accounting.count(self.training.num_examples)
+            epoch, rest = divmod(start + done + 1, self.per_epoch)
+            is_last = scheduled.index == self.last_trained and done + 1 == length
             if rest == 0 or is_last:
                 self._end_epoch(scheduled, epoch + (rest > 0), is_last)
             self.place.count()
@@ -270,7 +288,7 @@ class Run:
     def _enter(self, scheduled: ScheduledPhase) -> None:
         """Begin a phase: edit the masks, or resume the branch that it is."""
         state = self.state
-        self.mesh.phase = str(scheduled)
+        self.mesh.phase = scheduled
         self.place.enter(scheduled)
         state.accounting.enter(is_branch=scheduled.branch is not None)
         self.training.enter(scheduled)

@@ -166,7 +166,7 @@ class Mesh:
         self.groups = self.world // self.replicas
         self.group, self.replica = divmod(self.rank, self.replicas)
         self.bytes_received = 0
-        self.phase = "starting"
+        self.phase: object = "starting"
         """The current phase of the run, for error messages."""
         ranks = [range(g * self.replicas, (g + 1) * self.replicas) for g in range(self.groups)]
         self.data_group = self._axis(ranks)

@@ -93,7 +93,8 @@ class Recipe:
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
         check_counts(0, replicas=self.replicas)
         require(self.clip is None or self.clip > 0, "clip", self.clip, "> 0, or None for no clipping")
-        check_names(self.log)
+        if self.log:
+            check_names(self.log)
         is_stored = self.shard == "none" or self.storage == "compact"
         require(is_stored, "storage", self.storage, "'compact' with shard='fsdp' (masked saves no memory)")
         self._check_options()
@@ -194,4 +195,6 @@ def describe(value: Any) -> Any:
         return {str(name): describe(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     return value.__name__ if callable(value) else plain(value)
