@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparing import STUDIES
+from tables import STUDIES
 
-from growprune.compare import of_runs
 from growprune.masks.partition import Partition
 from growprune.methods import gradual_gap
 from growprune.plan import Action, Part, Phase
@@ -105,7 +104,7 @@ Points = list[tuple[float, float]]
 
 def series(study: str) -> Iterator[tuple[str, str, Points]]:
     """Of each plan its name, its colour, and its peaks with their test scores, at 90 %."""
-    rows = of_runs(next(each for each in STUDIES if each.name == study).paths).rows
+    rows = next(each for each in STUDIES if each.name == study).compared().rows
     for name, begins, colour in SERIES:
         found = [(row.mean("peak_alive"), row.mean("test")) for row in rows if re.match(begins, row.name)]
         if found:

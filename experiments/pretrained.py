@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from page import put
-from run import STOPPED, keep, train
-from table import spread
+from run import STOPPED, keep, kept, train
+from tables import put, spread
 
 from growprune.runs import find_runs
 
@@ -97,17 +96,13 @@ def jobs(name: str, seed: int, runs: Path) -> list[tuple[str, Path, dict[str, An
 
 def work(name: str, args: argparse.Namespace, deadline: float) -> int:
     """Carry out the runs of a study that have no result, until one fails or time is up."""
-    for seed in SEEDS:
-        for row, out, settings in jobs(name, seed, args.runs):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return 0
-            if not (out / "result.json").exists():
-                status = train(f"{name}/dense", out, args.data / STUDIES[name].data, settings, left)
-                if status:
-                    return 0 if status in STOPPED else status
-            keep(out / "result.json", args.results / name / row / f"seed{seed}" / "result.json")
-    return 0
+    done, status = kept(args.results / name), 0
+    for row, out, settings in [job for seed in SEEDS for job in jobs(name, seed, args.runs)]:
+        left = deadline - time.monotonic()
+        if left > 0 and not status and f"{row}/{out.name}" not in done:
+            status = train(f"{name}/dense", out, args.data / STUDIES[name].data, settings, left)
+    keep(args.runs / name, args.results / name)
+    return 0 if status in STOPPED else status
 
 
 def table(results: Path) -> str:
@@ -115,6 +110,7 @@ def table(results: Path) -> str:
     lines = []
     for name in [name for name in STUDIES if (results / name).is_dir()]:
         metric = STUDIES[name].metric
+        found = scores(results / name, metric)
         lines += [
             f"`{name}/dense`, then {STUDIES[name].epochs} epochs ({metric}, test; means of {len(SEEDS)} seeds):",
             "",
@@ -122,15 +118,19 @@ def table(results: Path) -> str:
         lines += ["| | " + " | ".join(f"{s:.0%}" for s in SPARSITIES) + " |", "|---|" + "---:|" * len(SPARSITIES)]
         reference = {"start": "dense, where all start", "dense": LABELS["dense"]}
         for row, label in {**reference, **{k: v for k, v in LABELS.items() if k != "dense"}}.items():
-            cells = [_cell(results / name / (row if row in reference else f"{row}-{s:g}"), metric) for s in SPARSITIES]
+            values = [found.get(row if row in reference else f"{row}-{s:g}", []) for s in SPARSITIES]
+            cells = [spread(each) if each else "" for each in values]
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines) + "\n"
 
 
-def _cell(folder: Path, metric: str) -> str:
-    found = [run.figure("test")[metric] for run in find_runs([folder])] if folder.is_dir() else []
-    return spread(found) if found else ""
+def scores(folder: Path, metric: str) -> dict[str, list[float]]:
+    """By row, the test figures of a study's seeds."""
+    rows: dict[str, list[float]] = {}
+    for run in find_runs([folder]):
+        rows.setdefault(run.path.parent.name, []).append(run.figure("test")[metric])
+    return rows
 
 
 def main() -> None:

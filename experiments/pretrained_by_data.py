@@ -1,6 +1,7 @@
 """Prune trained models by magnitude, Wanda and SparseGPT, then retrain: the runs behind a table of docs/pretrained.md.
 
     python experiments/pretrained_by_data.py --data DIR    # train, or resume what is not finished
+    python experiments/pretrained_by_data.py --keep        # add the runs to results.json of their study
     python experiments/pretrained_by_data.py --table       # print the table; --write puts it into the page
 
 First each study's dense model is trained. Every other run starts from those weights: pruned, with or without
@@ -12,6 +13,7 @@ one CPU core. Several processes share the work with `--shard 1/4`, `--shard 2/4`
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -21,16 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from page import put
-from run import keep
-from table import spread
+from pretrained import scores
+from run import keep, kept
+from tables import put, spread
 
 import growprune as gp
 from growprune import engine
 from growprune.engine.device import choose_device
 from growprune.engine.override import override
 from growprune.recipes import find
-from growprune.runs import find_runs
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "pretrained.md"
@@ -183,19 +184,19 @@ def run(job: Job, out: Path, deadline: float) -> None:
 
 def work(name: str, args: argparse.Namespace) -> None:
     """Carry out this shard of the runs of a study that have no result, until time is up."""
-    deadline = time.monotonic() + args.seconds
+    deadline, done = time.monotonic() + args.seconds, kept(args.results / name)
     shard, shards = map(int, args.shard.split("/"))
     for seed in args.seed or SEEDS:
         for number, job in enumerate(jobs(name, seed, args.runs, args.data)):
             out = args.runs / name / job.row / f"seed{seed}"
             if number and number % shards != shard - 1:  # every shard needs the dense model, the first
                 continue
-            if not (out / "result.json").exists():
-                try:
-                    run(job, out, deadline)
-                except engine.Interrupted:
-                    return
-            keep(out / "result.json", args.results / name / job.row / f"seed{seed}" / "result.json")
+            if number and f"{job.row}/seed{seed}" in done or (out / "result.json").exists():
+                continue
+            try:
+                run(job, out, deadline)
+            except engine.Interrupted:
+                return
             print(name, job.row, seed, flush=True)
 
 
@@ -206,12 +207,17 @@ def table(results: Path) -> str:
 
 
 def _block(folder: Path, study: Study) -> str:
-    start = _cell(folder / "start", study.metric)
+    found = {row: each for row, each in scores(folder, study.metric).items() if len(each) == len(SEEDS)}
+    start = spread(found["start"])
     title = f"`{study.recipe}`, {folder.name} ({study.metric}, test; dense: {start}; means of {len(SEEDS)} seeds):"
     lines = [title, "", "| | retrained | " + " | ".join(_head(level) for level in LEVELS) + " |"]
     lines.append("|---|---:|" + "---:|" * len(LEVELS))
-    lines += [_line(folder, study.metric, row, share) for share in (0, SHARE) for row in LABELS]
-    return "\n".join(line for line in lines if line is not None) + "\n"
+    for share, row in itertools.product((0, SHARE), LABELS):
+        end = f"-{share}" if share else ""
+        names = [f"dense{end}" if row == "dense" else f"{row}-{_name(level)}{end}" for level in LEVELS]
+        values = [spread(found[name]) if name in found else "" for name in names]
+        lines += [f"| {LABELS[row]} | {share} % | " + " | ".join(values) + " |"] if any(values) else []
+    return "\n".join(lines) + "\n"
 
 
 def _name(level: str) -> str:
@@ -221,21 +227,6 @@ def _name(level: str) -> str:
 
 def _head(level: str) -> str:
     return level if level == "2:4" else f"{level} %"
-
-
-def _line(folder: Path, metric: str, row: str, share: int) -> str | None:
-    """A line of the table; None if it has no result."""
-    end = f"-{share}" if share else ""
-    cells = [
-        _cell(folder / (f"dense{end}" if row == "dense" else f"{row}-{_name(level)}{end}"), metric) for level in LEVELS
-    ]
-    return f"| {LABELS[row]} | {share} % | " + " | ".join(cells) + " |" if any(cells) else None
-
-
-def _cell(folder: Path, metric: str) -> str:
-    """Mean and spread, if all seeds are there."""
-    found = [run.figure("test")[metric] for run in find_runs([folder])] if folder.is_dir() else []
-    return spread(found) if len(found) == len(SEEDS) else ""
 
 
 def main() -> None:
@@ -248,6 +239,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, choices=SEEDS, action="append", help="only this one; may be given again")
     parser.add_argument("--shard", default="1/1", help="K/N: every N-th run, from the K-th on")
     parser.add_argument("--threads", type=int, help="threads of torch; by default its own choice")
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
@@ -256,6 +248,8 @@ def main() -> None:
     if args.data is not None:
         for name in args.study or STUDIES:
             work(name, args)
+    for name in [name for name in STUDIES if args.keep and (args.runs / name).is_dir()]:
+        keep(args.runs / name, args.results / name)
     if args.table or args.write:
         print(table(args.results))
     if args.write:

@@ -1,4 +1,4 @@
-"""Carry out the runs behind docs/results.md. What has its result.json here is not run again.
+"""Carry out the runs behind docs/results.md. Runs that are in STUDY/results.json are not run again.
 
     python experiments/run.py --data DIR                    # all of them, the four studies side by side
     python experiments/run.py --data DIR --study detection-bccd --seconds 500
@@ -19,6 +19,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from growprune.files import json_file
+from growprune.runs.packed import RESULTS, pack, read_packed
 
 HERE = Path(__file__).parent
 DATA = {
@@ -104,14 +107,11 @@ VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float) -> int:
-    """Train one run of a study, and keep its result; returns the exit status."""
-    out = runs / study / row / f"seed{seed}"
+    """Train one run of a study; returns the exit status."""
     recipe, settings = VARIANTS.get(study, {}).get(row, (row, {}))
     source = str(HERE / recipe) if ":" in recipe else f"{RECIPES_OF.get(study, study)}/{recipe}"
-    status = train(source, out, data / DATA[study], {"seed": seed, **settings}, seconds)
-    if (out / "result.json").exists():
-        keep(out / "result.json", HERE / study / row / f"seed{seed}" / "result.json")
-    return status
+    out = runs / study / row / f"seed{seed}"
+    return train(source, out, data / DATA[study], {"seed": seed, **settings}, seconds)
 
 
 def train(source: str, out: Path, data: Path, settings: dict[str, Any], seconds: float) -> int:
@@ -131,27 +131,62 @@ def train(source: str, out: Path, data: Path, settings: dict[str, Any], seconds:
     return process.returncode
 
 
-def keep(result: Path, place: Path) -> None:
-    """Copy a result, without where data and weights lay."""
-    content = json.loads(result.read_text())
-    content["recipe"]["weights"] = Path(content["recipe"].get("weights", "")).name
-    content["recipe"]["task"]["data"] = Path(content["recipe"]["task"]["data"]).name
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(content, indent=1) + "\n")
+def kept(folder: Path) -> set[str]:
+    """The runs in the results file of a study, as paths in its folder of runs."""
+    return set(read_packed(folder / RESULTS)[0]) if (folder / RESULTS).exists() else set()
+
+
+def keep(runs: Path, folder: Path, *, with_curves: bool = False) -> None:
+    """Add the results of a folder of runs to the results file of a study, without where data and weights lay.
+
+    Only a page with charts needs the curves and layers of runs. Of runs from before live weights were counted, their
+    number at the end of each epoch stays.
+    """
+    found, tunings = read_packed(folder / RESULTS) if (folder / RESULTS).exists() else ({}, {})
+    for file in sorted(runs.rglob("result.json")):
+        content = json.loads(file.read_text())
+        recipe = content["recipe"]
+        recipe["weights"] = Path(recipe.get("weights") or "").name
+        recipe["task"]["data"] = Path(recipe["task"].get("data") or "").name
+        if not with_curves:
+            content["sparsity"]["rows"] = []
+        names = ("epoch", "stage", "branch", "alive") if content.get("peak_alive") is None else ()
+        names = CURVES if with_curves else names
+        content["history"] = [{name: _short(row.get(name)) for name in names} for row in content["history"] if names]
+        found[file.parent.relative_to(runs).as_posix()] = content
+    for file in sorted(runs.rglob("tuning.json")):
+        tunings[file.parent.relative_to(runs).as_posix()] = json.loads(file.read_text())
+    content = json_file.finite(pack(dict(sorted(found.items())), dict(sorted(tunings.items()))))
+    lines = [f'"format": {content["format"]},\n"shared": {json.dumps(content["shared"])}']
+    for part in ("runs", "tunings"):  # a line for each run
+        entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in content[part].items())
+        lines.append(f'"{part}": {{\n{entries}\n}}')
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESULTS).write_text("{" + ",\n".join(lines) + "}\n")
+
+
+CURVES = ("epoch", "iteration", "stage", "branch", "alive", "loss", "explored", "churn", "validation")
+"""What charts over time need of the history."""
+
+
+def _short(value: Any) -> Any:
+    """Six digits are enough for a chart."""
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def work(study: str, args: argparse.Namespace, deadline: float) -> bool:
     """Carry out the runs of a study without a result, until one fails or is stopped; tells whether one failed."""
     rows = () if study in RECIPES_OF else ROWS
+    done, status = kept(HERE / study), 0
     for seed, row in itertools.product(SEEDS, [*rows, *VARIANTS.get(study, {})]):
         left = deadline - time.monotonic()
-        if left > 0 and not (HERE / study / row / f"seed{seed}" / "result.json").exists():
+        if left > 0 and not status and f"{row}/seed{seed}" not in done:
             status = run(study, row, seed, args.data, args.runs, left)
-            if status in STOPPED:
-                return False
-            if status:
-                return True
-    return False
+    if (args.runs / study).exists():
+        keep(args.runs / study, HERE / study)
+    return bool(status) and status not in STOPPED
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ python experiments/theory/live_weights.py
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
@@ -15,6 +14,7 @@ import digits
 from common import HERE, clock, keep, mean_and_error, parser, run, table, told
 
 import growprune as gp
+from growprune.runs import Record, find_runs
 
 METRICS = {"classification-cifar10": "top1", "classification-cifar10-width32": "top1"}
 
@@ -43,18 +43,19 @@ def kept() -> list[dict[str, Any]]:
     """Runs on CIFAR-10: what of each is known, by study and row, averaged over seeds."""
     rows = []
     for study, metric in METRICS.items():
-        for folder in sorted((HERE.parent / study).iterdir()):
-            found = [json.loads(path.read_text()) for path in sorted(folder.glob("seed*/result.json"))]
-            averages, scores = [average_live(one) for one in found], [one["test"][metric] for one in found]
-            place = {"study": study, "row": folder.name, "seeds": len(found)}
-            if found:
-                rows.append({**place, "average": statistics.mean(averages), metric: statistics.mean(scores)})
+        by_row: dict[str, list[Record]] = {}
+        for found in find_runs([HERE.parent / study]):
+            by_row.setdefault(found.path.parent.name, []).append(found)
+        for row, runs in by_row.items():
+            scores = [each.figure("test")[metric] for each in runs]
+            place = {"study": study, "row": row, "seeds": len(runs)}
+            rows.append({**place, "average": statistics.mean(map(average_live, runs)), metric: statistics.mean(scores)})
     return rows
 
 
-def average_live(result: dict[str, Any]) -> float:
+def average_live(record: Record) -> float:
     """The mean share of live weights over the epochs of a kept run."""
-    return statistics.mean(row["alive"] for row in result["history"]) / result["sparsity"]["totals"]["prunable"]
+    return statistics.mean(row["alive"] for row in record.history) / record.total("prunable")
 
 
 def main() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from growprune.report.chart import INK, Chart, Styles, axis, layout
-from growprune.report.groups import Cell, Group
-from growprune.runs.record import Record
+from growprune.report.chart import INK, Chart, Styles, axis, layout, of_row, rows_axis
+from growprune.report.groups import Group
+from growprune.report.tables import inference_flops, training_flops
 from growprune.runs.result import Json
+from growprune.runs.table import Figure, RunRow
 
 
 @dataclass(frozen=True)
@@ -18,87 +17,56 @@ class Cost:
     """The x axis of a chart of quality."""
 
     name: str
-    title: str
     axis: str
     caption: str
     """{up} and {above} are replaced by the direction of better scores."""
-    of: Callable[[Record], float | None]
+    of: Figure
     tickformat: str
-
-
-def given(name: str) -> Callable[[Record], Any]:
-    """A function that returns an entry of a result, or None."""
-    return lambda record: record.figure(name)
-
-
-def _share_alive(record: Record, name: str, otherwise: Callable[[list[float]], float]) -> float | None:
-    """Live weights as a fraction of the prunable ones. Results without this number use their history."""
-    prunable = record.num_prunable
-    if not prunable:
-        return None
-    if (counted := record.figure(name)) is not None:
-        return float(counted / prunable)
-    alive = [float(row["alive"]) for row in record.history]
-    return otherwise(alive) / prunable if alive else None
-
-
-def peak_live(record: Record) -> float | None:
-    return _share_alive(record, "peak_alive", max)
-
-
-def average_live(record: Record) -> float | None:
-    return _share_alive(record, "average_alive", lambda alive: sum(alive) / len(alive))
 
 
 COSTS = (
     Cost(
         "sparsity",
-        "Quality against sparsity",
         "sparsity",
         "Quality as more weights are removed. The dashed line is the dense model; a point on or {above} it lost "
-        "nothing. Runs of one sparsity are drawn side by side.",
-        lambda record: record.sparsity,
+        "nothing. Points of one sparsity are drawn side by side.",
+        "sparsity",
         "~%",
     ),
     Cost(
-        "training-flops",
-        "Quality against training FLOPs",
+        "training FLOPs",
         "training FLOPs",
         "The compute that each method needed for training. {up} and left is better.",
-        given("training_flops"),
+        training_flops,
         "~s",
     ),
     Cost(
-        "inference-flops",
-        "Quality against inference FLOPs",
+        "inference FLOPs",
         "theoretical FLOPs per example",
         "The compute that the trained model needs per example if zeros are skipped. {up} and left is better.",
-        lambda record: record.total("flops_sparse"),
+        inference_flops,
         "~s",
     ),
     Cost(
-        "peak-live",
-        "Quality against peak live weights",
+        "peak live weights",
         "peak live weights (fraction)",
         "The largest size of the model during training. A method at 100 % needs memory for the dense model.",
-        peak_live,
+        "peak_alive",
         ".0%",
     ),
     Cost(
-        "average-live",
-        "Quality against average live weights",
+        "average live weights",
         "average live weights (fraction)",
         "The average size of the model during training, which is about what training could cost.",
-        average_live,
+        "average_alive",
         ".0%",
     ),
     Cost(
-        "peak-memory",
-        "Quality against peak memory",
+        "peak memory",
         "measured peak bytes",
         "Measured peak memory: of the GPU, or of the whole process on a CPU. Compare only runs on one machine with the "
         "same storage.",
-        given("peak_bytes"),
+        "peak_bytes",
         "~s",
     ),
 )
@@ -110,113 +78,121 @@ def frontier_charts(group: Group, styles: Styles) -> list[Chart]:
 
 
 def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
-    series: dict[str, list[Cell]] = {}
-    for cell in group.sparse:
-        if cell.mean(cost.of) is not None and cell.quality is not None:
-            series.setdefault(cell.series, []).append(cell)
-    if not series:
+    shown = [row for row in group.sparse if row.mean(cost.of) is not None and row.mean("test") is not None]
+    if not shown:
         return None
-    shown = [cell for cells in series.values() for cell in cells]
-    dense = [cell for cell in group.dense if cell.quality is not None]
-    xs = [cell.mean(cost.of) or 0.0 for cell in shown]
-    data = [trace for cell in dense for trace in _dense(cell, cost, xs)]
-    data += [_trace(cells, cost, styles) for cells in series.values()]
+    rows = [*(row for row in group.dense if row.mean("test") is not None), *shown]
     up, above = ("Down", "below") if group.metric.lower_is_better else ("Up", "above")
-    caption = cost.caption.format(up=up, above=above)
-    if cost.name == "sparsity":
-        _put_side_by_side([trace for trace in data if "customdata" in trace], xs)
+    title, caption = f"Quality against {cost.name}", cost.caption.format(up=up, above=above)
+    quality = axis(f"{group.metric.name}, test data")
+    if cost.name == "sparsity" and len({row.sparsity for row in shown}) == 1:
+        title, caption = "Quality of each row", "The best row is at the top. The dashed line is the dense model."
+        data, made = _row_by_row(rows, quality, group, styles)
+    else:
+        data, made = _against(cost, rows, quality, styles)
+    spreads = [(row, row.spread("test")) for row in rows]
+    has_bars = any(spread.deviation is not None for _, spread in spreads)
     return Chart(
-        f"quality-{cost.name}",
-        cost.title,
-        caption + (" Bars are one standard deviation over seeds." if _has_spread(shown) else ""),
+        f"quality-{cost.name.replace(' ', '-')}",
+        title,
+        caption + (" Bars are one standard deviation over seeds." if has_bars else ""),
         data,
-        layout(_x_axis(cost, xs), axis(f"{group.metric.name}, test data")),
+        made,
         ["run", "sparsity", cost.axis, f"{group.metric.name} (mean)", "standard deviation", "seeds"],
-        [[c.label, c.sparsity, c.mean(cost.of), c.quality, c.deviation, c.num_scores] for c in [*dense, *shown]],
+        [[r.label, r.sparsity, r.mean(cost.of), s.mean, s.deviation, s.count] for r, s in spreads],
     )
 
 
-def _x_axis(cost: Cost, xs: list[float]) -> Json:
-    """The x axis. Sparsities are few and round, so they are the ticks."""
-    if cost.name != "sparsity":
-        return axis(cost.axis, tickformat=cost.tickformat)
-    ends = [min(xs) - 0.5 * _gap(xs), max(xs) + 0.5 * _gap(xs)]
-    return axis(cost.axis, tickvals=sorted(set(xs)), tickformat=cost.tickformat, range=ends)
+def _row_by_row(rows: list[RunRow], quality: Json, group: Group, styles: Styles) -> tuple[list[Json], Json]:
+    """Data and layout for one sparsity: each row has a line of its own."""
+    sign = 1 if group.metric.lower_is_better else -1
+    rows = sorted(rows, key=lambda row: sign * (row.mean("test") or 0.0))
+    data = []
+    for row in rows:
+        style, spread = styles.of(row), row.spread("test")
+        trace = {**of_row(row), "mode": "markers", "x": [spread.mean], "y": [row.label]}
+        trace["marker"] = DENSE_POINT if row.is_dense else style.marker(size=11)
+        trace["error_x"] = {"type": "data", "array": [spread.deviation or 0.0], "width": 4, "color": style.colour}
+        trace["hovertemplate"] = f"{row.label}, {spread.count} seeds<br>%{{x:.4g}}<extra></extra>"
+        data.append(trace)
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": DENSE_LINE}
+    lines = [{**line, "x0": row.mean("test"), "x1": row.mean("test")} for row in rows if row.is_dense]
+    return data, layout(quality, rows_axis(rows), shapes=lines)
 
 
-def _put_side_by_side(traces: list[Json], xs: list[float]) -> None:
-    """Shift methods of the same sparsity a little, so that all are visible."""
-    for number, trace in enumerate(traces):
-        trace["x"] = [x + 0.7 * _gap(xs) * ((number + 0.5) / len(traces) - 0.5) for x in trace["x"]]
+def _against(cost: Cost, rows: list[RunRow], quality: Json, styles: Styles) -> tuple[list[Json], Json]:
+    """Data and layout for a cost on the x axis: a line for each row over its sparsities."""
+    by_name: dict[str, list[RunRow]] = {}
+    for row in rows:
+        if not row.is_dense:
+            by_name.setdefault(row.name, []).append(row)
+    xs = [row.mean(cost.of) or 0.0 for same in by_name.values() for row in same]
+    lines = [_line(same, cost, styles) for same in by_name.values()]
+    x = axis(cost.axis, tickformat=cost.tickformat)
+    if cost.name == "sparsity":  # few and round, so they are the ticks
+        gap = min(b - a for a, b in pairwise(sorted(set(xs))))
+        x |= {"tickvals": sorted(set(xs)), "range": [min(xs) - 0.5 * gap, max(xs) + 0.5 * gap]}
+        for number, line in enumerate(lines):  # a little apart, so that all are visible
+            line["x"] = [each + 0.7 * gap * ((number + 0.5) / len(lines) - 0.5) for each in line["x"]]
+    return [*(trace for row in rows if row.is_dense for trace in _dense(row, cost, xs)), *lines], layout(x, quality)
 
 
-def _gap(xs: list[float]) -> float:
-    """The smallest difference between two sparsities."""
-    return min((b - a for a, b in pairwise(sorted(set(xs)))), default=0.04)
-
-
-def _trace(cells: list[Cell], cost: Cost, styles: Styles) -> Json:
-    cells = sorted(cells, key=lambda cell: cell.mean(cost.of) or 0.0)
-    style = styles.of(cells[0])
-    trace: Json = {"type": "scatter", "name": cells[0].series, "mode": "lines+markers"}
-    trace |= {"x": [cell.mean(cost.of) for cell in cells], "y": [cell.quality for cell in cells]}
+def _line(rows: list[RunRow], cost: Cost, styles: Styles) -> Json:
+    found = sorted((row.mean(cost.of) or 0.0, row.label, row.spread("test")) for row in rows)
+    style = styles.of(rows[0])
+    trace: Json = {**of_row(rows[0], is_series=True), "name": rows[0].name, "mode": "lines+markers"}
+    trace |= {"x": [x for x, _, _ in found], "y": [spread.mean for _, _, spread in found]}
     trace |= {"line": style.line(width=1.5, dash="solid"), "marker": style.marker(size=11)}
-    if _has_spread(cells):
-        trace["error_y"] = {"type": "data", "array": [cell.deviation or 0.0 for cell in cells], "width": 4}
-    trace["customdata"] = [f"{cell.label}, {cell.num_scores} seeds" for cell in cells]
+    trace["error_y"] = {"type": "data", "array": [spread.deviation or 0.0 for _, _, spread in found], "width": 4}
+    trace["customdata"] = [f"{label}, {spread.count} seeds" for _, label, spread in found]
     at = "" if cost.name == "sparsity" else f" at %{{x:{cost.tickformat}}}"
     trace["hovertemplate"] = f"%{{customdata}}<br>%{{y:.4g}}{at}<extra></extra>"
     return trace
 
 
-def _dense(cell: Cell, cost: Cost, xs: list[float]) -> list[Json]:
+DENSE_LINE: Json = {"color": INK, "dash": "dash", "width": 1.5}
+DENSE_POINT: Json = {"color": INK, "symbol": "asterisk", "size": 11, "line": {"color": INK, "width": 1.5}}
+
+
+def _dense(row: RunRow, cost: Cost, xs: list[float]) -> list[Json]:
     """The dense model as a line, and as a point if it has a cost on the axis."""
-    x, y = cell.mean(cost.of), cell.quality
-    name = f"{cell.label}, {cell.epochs} epochs" if not cell.variant else cell.label
-    ends = [min(xs), max(xs)] if x is None or cost.name == "sparsity" else [min(*xs, x), max(*xs, x)]
-    if cost.name == "sparsity" or ends[0] == ends[1]:
+    x, y = None if cost.name == "sparsity" else row.mean(cost.of), row.mean("test")
+    ends = [min(xs), max(xs)] if x is None else [min(*xs, x), max(*xs, x)]
+    if x is None or ends[0] == ends[1]:
         ends = [ends[0] * 0.98, ends[1] * 1.02]
-    line: Json = {"type": "scatter", "mode": "lines", "name": name, "x": ends, "y": [y, y], "legendgroup": name}
-    line |= {
-        "line": {"color": INK, "dash": "dash", "width": 1.5},
-        "hovertemplate": f"{name}<br>%{{y:.4g}}<extra></extra>",
-    }
-    if x is None or cost.name == "sparsity":
+    line: Json = {**of_row(row), "mode": "lines", "x": ends, "y": [y, y], "line": DENSE_LINE}
+    line["hovertemplate"] = f"{row.label}, {row.epochs:g} epochs<br>%{{y:.4g}}<extra></extra>"
+    if x is None:
         return [line]
-    point: Json = {"type": "scatter", "mode": "markers", "name": name, "x": [x], "y": [y], "legendgroup": name}
-    point |= {"marker": {"color": INK, "symbol": "asterisk", "size": 11, "line": {"color": INK, "width": 1.5}}}
-    point |= {"showlegend": False, "hovertemplate": f"{name}<br>%{{y:.4g}} at %{{x:{cost.tickformat}}}<extra></extra>"}
+    point: Json = {**of_row(row), "mode": "markers", "x": [x], "y": [y], "marker": DENSE_POINT, "showlegend": False}
+    point["hovertemplate"] = f"{row.label}<br>%{{y:.4g}} at %{{x:{cost.tickformat}}}<extra></extra>"
     return [line, point]
-
-
-def _has_spread(cells: list[Cell]) -> bool:
-    return any(cell.deviation is not None for cell in cells)
 
 
 def time_chart(group: Group, styles: Styles) -> Chart | None:
     """The measured training time."""
-    of = given("seconds")
-    cells = [cell for cell in group.cells if cell.mean(of) is not None]
-    if not cells:
+    found = [(row, time) for row in group.rows if (time := row.spread("seconds")).mean is not None]
+    if not found:
         return None
-    cells = sorted(cells, key=lambda cell: -(cell.mean(of) or 0.0))
-    seconds = [cell.mean(of) or 0.0 for cell in cells]
-    unit, size = ("hours", 3600) if max(seconds) > 7200 else ("minutes", 60) if max(seconds) > 120 else ("seconds", 1)
-    bar: Json = {"type": "bar", "orientation": "h", "x": [each / size for each in seconds]}
-    bar |= {"y": [cell.label for cell in cells], "text": [f"{each / size:.3g}" for each in seconds]}
-    bar["marker"] = {"color": [styles.of(cell).colour for cell in cells]}
-    bar["hovertemplate"] = f"%{{y}}: %{{x:.4g}} {unit}<extra></extra>"
-    bar |= {"textposition": "inside", "insidetextanchor": "start", "textangle": 0}
-    if any(cell.spread(of) for cell in cells):
-        spreads = [None if (each := cell.spread(of)) is None else each / size for cell in cells]
-        bar["error_x"] = {"type": "data", "array": spreads, "width": 4, "color": INK}
+    found.sort(key=lambda item: item[1].mean or 0.0)
+    most = max(time.mean or 0.0 for _, time in found)
+    unit, size = ("hours", 3600) if most > 7200 else ("minutes", 60) if most > 120 else ("seconds", 1)
+    data = []
+    for row, time in found:
+        shown = (time.mean or 0.0) / size
+        bar = {**of_row(row), "type": "bar", "orientation": "h", "x": [shown], "y": [row.label]}
+        bar |= {"marker": {"color": styles.of(row).colour}, "text": [f"{shown:.3g}"], "textangle": 0}
+        bar |= {"hovertemplate": f"%{{y}}: %{{x:.4g}} {unit}<extra></extra>"}
+        bar |= {"textposition": "inside", "insidetextanchor": "start"}
+        if time.deviation:
+            bar["error_x"] = {"type": "data", "array": [time.deviation / size], "width": 4, "color": INK}
+        data.append(bar)
     return Chart(
         "time",
         "Training time",
         f"The {unit} that a run took. Compare only runs that had the same kind of machine to themselves.",
-        [bar],
-        layout(axis(unit, rangemode="tozero"), axis("", type="category", ticksuffix=" "), showlegend=False),
+        data,
+        layout(axis(unit, rangemode="tozero"), rows_axis([row for row, _ in found]), barmode="overlay"),
         ["run", "seconds (mean)", "standard deviation", "seeds"],
-        [[c.label, c.mean(of), c.spread(of), len(c.records)] for c in cells],
-        height=110 + 34 * len(cells),
+        [[row.label, time.mean, time.deviation, time.count] for row, time in found],
     )

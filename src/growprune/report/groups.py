@@ -1,118 +1,64 @@
-"""Groups the runs of a page by task, data set and budget, and finds runs that differ only by seed."""
+"""Groups the rows of a page by task, data set and budget, because only those of one group can be compared."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from growprune.methods import METHODS
+from growprune.plan import declaration_of
 from growprune.runs import Record
-from growprune.runs.comparable import task_settings, telling, variant, varying
-from growprune.runs.metric import Metric, deviation, in_full, mean
+from growprune.runs.comparable import task_settings, varying
+from growprune.runs.metric import Metric
 from growprune.runs.result import Json
-from growprune.runs.table import TOLERANCE
+from growprune.runs.table import RunRow, reference, rows_of
 
 SAME_FLOPS = 0.05
 """Largest relative difference of training FLOPs within one budget."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Runs that differ only by seed. Either all are finished, or none."""
-
-    method: str
-    variant: str
-    """The settings that distinguish it from other runs of the method in its group. May be empty."""
-    sparsity: float
-    records: tuple[Record, ...]
-
-    @property
-    def series(self) -> str:
-        return f"{self.method}, {self.variant}" if self.variant else self.method
-
-    @property
-    def label(self) -> str:
-        return self.series if self.is_dense else f"{self.series} {in_full(self.sparsity)}"
-
-    @property
-    def is_dense(self) -> bool:
-        return self.first.is_dense
-
-    @property
-    def first(self) -> Record:
-        return self.records[0]
-
-    @property
-    def epochs(self) -> int:
-        return self.first.epochs
-
-    @property
-    def quality(self) -> float | None:
-        """The mean over seeds of the task's metric on test data."""
-        return self.mean(lambda record: record.test)
-
-    @property
-    def deviation(self) -> float | None:
-        """The standard deviation of quality over seeds, if there are several."""
-        return self.spread(lambda record: record.test)
-
-    @property
-    def num_scores(self) -> int:
-        return len(self.values(lambda record: record.test))
-
-    @property
-    def is_off(self) -> bool:
-        """True if its runs ended at another sparsity than their target. A small dense model has no target."""
-        if self.first.small:
-            return False
-        reached = self.mean(lambda record: record.total("sparsity"))
-        return reached is not None and abs(reached - self.sparsity) > TOLERANCE
-
-    def values(self, of: Callable[[Record], float | None]) -> list[float]:
-        return [value for record in self.records if (value := of(record)) is not None]
-
-    def mean(self, of: Callable[[Record], float | None]) -> float | None:
-        return mean(self.values(of))
-
-    def spread(self, of: Callable[[Record], float | None]) -> float | None:
-        return deviation(self.values(of))
-
-
-@dataclass(frozen=True)
 class Group:
-    """Comparable runs. Dense runs are the baseline in every group of their task and data."""
+    """Comparable rows. Dense rows are the baseline in every group of their task and data."""
 
     title: str
     budget: str
-    cells: tuple[Cell, ...]
+    rows: tuple[RunRow, ...]
+    """Runs of a row are either all finished or all unfinished, because a mean of both would be meaningless."""
 
     @property
-    def sparse(self) -> list[Cell]:
-        return [cell for cell in self.cells if not cell.is_dense]
+    def name(self) -> str:
+        return f"{self.title}, {self.budget}".rstrip(", ")
 
     @property
-    def dense(self) -> list[Cell]:
-        return [cell for cell in self.cells if cell.is_dense]
+    def sparse(self) -> list[RunRow]:
+        return [row for row in self.rows if not row.is_dense]
 
     @property
-    def reference(self) -> Cell | None:
-        """The dense runs that others are compared with: the best one, of equal length if possible."""
-        finished = [cell for cell in self.dense if cell.first.is_finished]
-        lengths = {record.epochs for cell in self.sparse for record in cell.records if record.is_finished}
-        fitting = [cell for cell in finished if cell.epochs in lengths] or finished
-        return best_by_validation(fitting, self.metric) or next(iter(fitting), None)
+    def dense(self) -> list[RunRow]:
+        return [row for row in self.rows if row.is_dense]
+
+    @property
+    def finished(self) -> list[RunRow]:
+        return [row for row in self.rows if row.mean("test") is not None]
+
+    @cached_property
+    def reference(self) -> RunRow | None:
+        """The dense row that others are compared with."""
+        return reference(self.rows)
 
     @property
     def metric(self) -> Metric:
-        return next((cell.first.metric for cell in self.cells if cell.first.metric.name), Metric("metric"))
+        return next((row.metric for row in self.rows if row.metric.name), Metric("metric"))
 
 
-def best_by_validation(cells: Sequence[Cell], metric: Metric) -> Cell | None:
-    """The best cell by validation data. None without validation data, because test data selects nothing."""
-    scores = {n: cell.mean(lambda record: record.validation) for n, cell in enumerate(cells)}
-    best = metric.best({n: score for n, score in scores.items() if score is not None})
-    return None if best is None else cells[best]
+def is_control(row: RunRow) -> bool:
+    """True for a method without its growth, which the method declares as a control."""
+    method = METHODS.get(str(row.first.recipe.get("method")))
+    return method is not None and declaration_of(method).control in row.options
 
 
 def order(record: Record) -> tuple[str, float, str]:
@@ -173,7 +119,7 @@ def _split(records: list[Record], differing: Mapping[str, Any]) -> list[Group]:
         budgets.setdefault(max(budgets, key=lambda name: len(budgets[name]), default=""), []).extend(unfinished)
     budgets = budgets or {f"{max((record.epochs for record in dense), default=0)} epochs": []}
     title = _title(records[0], differing)
-    return [Group(title, budget, tuple(_cells([*dense, *found]))) for budget, found in budgets.items()]
+    return [Group(title, budget, tuple(_rows([*dense, *found]))) for budget, found in budgets.items()]
 
 
 def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Record]]:
@@ -209,33 +155,11 @@ def _title(record: Record, differing: Mapping[str, Any]) -> str:
     return ", ".join([title, *more])
 
 
-def _cells(records: Sequence[Record]) -> list[Cell]:
-    by_method: dict[str, list[Record]] = {}
-    for record in records:
-        by_method.setdefault("dense" if record.is_dense else record.method, []).append(record)
-    cells: list[Cell] = []
-    for method, of_method in by_method.items():
-        settings = [variant(record) for record in of_method]
-        names = telling(settings)
-        found: dict[tuple[float, str], list[Record]] = {}
-        for record, setting in zip(of_method, settings, strict=True):
-            said = ", ".join(_say(name, setting[name]) for name in names if setting.get(name) is not None)
-            found.setdefault((record.sparsity, said), []).append(record)
-        for (sparsity, said), same in found.items():
-            cells += _by_finish(method, said, sparsity, same)
-    return sorted(cells, key=lambda cell: (not cell.is_dense, cell.method, cell.variant, cell.sparsity))
-
-
-def _by_finish(method: str, variant: str, sparsity: float, same: list[Record]) -> Iterator[Cell]:
-    """Separate cells for finished and unfinished runs, because their mean would be meaningless."""
-    for is_finished in (True, False):
-        records = sorted((r for r in same if r.is_finished is is_finished), key=lambda record: record.seed)
-        is_other = not is_finished and len(records) < len(same)
-        if records:
-            name = ", ".join(filter(None, [variant, "unfinished" if is_other else ""]))
-            yield Cell(method, name, sparsity, tuple(records))
-
-
-def _say(name: str, value: Any) -> str:
-    plain = name.removeprefix("options.").removesuffix(".name")
-    return str(value) if plain in ("allocation", "pattern", "storage", "method") else f"{plain} {value}"
+def _rows(records: Sequence[Record]) -> list[RunRow]:
+    found = []
+    for row in rows_of(records):
+        finished = tuple(sorted(row.finished, key=lambda run: run.seed))
+        others = tuple(run for run in row.runs if not run.is_finished)
+        found += [RunRow(row.name, finished)] if finished else []
+        found += [RunRow(f"{row.name} unfinished" if finished else row.name, others)] if others else []
+    return sorted(found, key=lambda row: (not row.is_dense, row.method, row.name, row.sparsity))

@@ -8,21 +8,20 @@
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 
-  // "ink" stands for the colour of the text, wherever a colour may be
+  // "ink" stands for the colour of the text, wherever a colour may be, and "ink-faint" for that of its bands
   const inked = (value, ink) => {
     if (value === "ink") return ink;
+    if (value === "ink-faint") return `${ink}2e`;
     if (Array.isArray(value)) return value.map((item) => inked(item, ink));
     if (value && typeof value === "object")
       return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, inked(item, ink)]));
     return value;
   };
 
-  // A legend below the chart takes as many rows as its longest name allows for columns
-  const legendRows = (data, width) => {
-    const names = data.filter((trace) => trace.type === "scatter" && trace.showlegend !== false).map((t) => t.name);
-    if (names.length < 2) return 0;
-    const longest = Math.max(...names.map((name) => name.length));
-    return Math.ceil(names.length / Math.max(1, Math.floor((width - 20) / (longest * 6.6 + 52))));
+  // What the legend of a section hides: names of rows, and sparsities
+  const hiddenIn = (plot) => {
+    const boxes = plot.closest("section").querySelectorAll(".legend input:not(:checked)");
+    return new Set(Array.from(boxes, (box) => box.value));
   };
 
   const themedAxis = (axis) => ({
@@ -30,7 +29,7 @@
     gridcolor: colour("grid"),
     linecolor: colour("line"),
     tickfont: { size: 12 },
-    title: { ...axis.title, font: { size: 13 } },
+    title: { ...axis.title, standoff: 8, font: { size: 13 } },
   });
 
   // Names of rows. On a phone they break near the middle, because long ones would leave no space for their bars
@@ -41,33 +40,38 @@
     const at = gaps.reduce((best, gap) => (Math.abs(gap - middle) < Math.abs(best - middle) ? gap : best), -1);
     return name.length < 20 || at < 0 ? name : `${name.slice(0, at)} <br>${name.slice(at + 1)}`;
   };
-  const foldedAxis = (axis, data) => {
-    const names = [...new Set(data.flatMap((trace) => trace.y))];
-    const text = names.map((name) => `${folded(name)} `);
-    return { ...axis, tickmode: "array", tickvals: names, ticktext: text, tickfont: { size: 10 } };
+  // An axis with a line for each row that is shown
+  const ROW = 28;
+  const rowsAxis = (axis, data, width) => {
+    const names = axis.categoryarray.filter((name) => data.some((trace) => trace.y[0] === name));
+    const range = [-0.6, Math.max(1, names.length) - 0.4];
+    const text = names.map((name) => `${width < NARROW ? folded(name) : name} `);
+    const tickfont = { size: width < NARROW ? 10 : 12 };
+    return { ...axis, categoryarray: names, range, tickmode: "array", tickvals: names, ticktext: text, tickfont };
   };
 
+  const HEIGHT = 400;
   const figure = (chart, plot) => {
     const width = printing ? PRINT_WIDTH : plot.clientWidth;
-    const data = inked(chart.data, colour("ink"));
-    const rows = legendRows(data, width);
-    const height = Number(plot.dataset.height) + rows * 20;
-    plot.style.height = `${height}px`;
+    const hidden = hiddenIn(plot);
+    const shown = chart.data.filter((trace) => !hidden.has(trace.legendgroup) && !hidden.has(trace.meta));
+    const data = inked(shown, colour("ink"));
     const layout = {
-      ...structuredClone(chart.layout),
+      ...inked(chart.layout, colour("ink")),
       width,
-      height,
-      showlegend: rows > 0,
+      height: HEIGHT,
       paper_bgcolor: colour("card"),
       plot_bgcolor: colour("card"),
       font: { color: colour("ink"), family: getComputedStyle(document.body).fontFamily, size: 12 },
       hoverlabel: { font: { size: 12 } },
     };
-    layout.margin = { ...layout.margin, b: 52 + rows * 20 };
-    layout.legend = { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xref: "paper" };
     layout.xaxis = themedAxis(layout.xaxis);
     layout.yaxis = themedAxis(layout.yaxis);
-    if (width < NARROW && layout.yaxis.type === "category") layout.yaxis = foldedAxis(layout.yaxis, data);
+    if (layout.yaxis.type === "category") {
+      layout.yaxis = rowsAxis(layout.yaxis, data, width);
+      layout.height = Math.max(width < NARROW ? 160 : HEIGHT, 80 + ROW * layout.yaxis.categoryarray.length);
+    }
+    plot.style.height = `${layout.height}px`;
     return { data, layout };
   };
 
@@ -77,6 +81,19 @@
     return Plotly.react(plotOf(number), data, layout, { displayModeBar: false });
   };
   const drawAll = () => Promise.all(charts.map((_, number) => draw(number)));
+
+  // The legends
+  const redraw = (section) =>
+    section.querySelectorAll(".plot").forEach((plot) => draw(Number(plot.id.replace("plot-", ""))));
+  for (const legend of document.querySelectorAll(".legend")) {
+    if (innerWidth < 860) legend.open = false; // on a phone the charts come first
+    legend.addEventListener("change", () => redraw(legend.closest("section")));
+    for (const button of legend.querySelectorAll("button"))
+      button.addEventListener("click", () => {
+        for (const box of legend.querySelectorAll("input")) box.checked = Boolean(button.dataset.all);
+        redraw(legend.closest("section"));
+      });
+  }
 
   // The theme: as the system has it, or as chosen
   const themes = ["auto", "light", "dark"];
@@ -138,8 +155,14 @@
       setTimeout(() => URL.revokeObjectURL(url), 1000);
       return;
     }
-    const { width, height } = plotOf(number).layout;
-    save(await Plotly.toImage(plotOf(number), { format: kind, width, height, scale: kind === "png" ? 2 : 1 }), name);
+    // a picture has no page around it, so that it needs a legend of its own
+    const { data, layout } = figure(charts[number], plotOf(number));
+    const rows = data.filter((trace) => trace.showlegend !== false).length;
+    const has = rows > 1 && layout.yaxis.type !== "category";
+    const width = layout.width + (has ? 300 : 0);
+    const height = Math.max(layout.height, has ? 60 + 20 * rows : 0);
+    const picture = { data, layout: { ...layout, width, height, showlegend: has } };
+    save(await Plotly.toImage(picture, { format: kind, width, height, scale: kind === "png" ? 2 : 1 }), name);
   };
   for (const button of document.querySelectorAll("button[data-kind]"))
     button.addEventListener("click", () => download(Number(button.dataset.chart), button.dataset.kind));

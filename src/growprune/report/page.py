@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import date
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import growprune
 from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.files.json_file import finite
 from growprune.report import tables, words
 from growprune.report.by_layer import layer_chart
-from growprune.report.chart import Chart, Styles, Value, short
-from growprune.report.frontier import COSTS, frontier_charts, time_chart
-from growprune.report.groups import Group, group_runs, order
+from growprune.report.chart import Chart, Style, Styles, Value, short
+from growprune.report.frontier import frontier_charts, time_chart
+from growprune.report.groups import Group, group_runs, is_control, order
 from growprune.report.over_time import charts_over_time, quantities
 from growprune.runs import Record
+from growprune.runs.metric import in_full
 from growprune.runs.tuned import HEAD, cells_of, errors_of, notes_of, tunings_of
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -49,7 +52,7 @@ def render(records: Sequence[Record], plotly: str) -> str:
     """The whole page as a string, including the code of Plotly."""
     records = sorted(records, key=order)
     groups = group_runs(records)
-    styles = Styles(cell for group in groups for cell in group.cells)
+    styles = Styles(row for group in groups for row in group.rows)
     charts: list[Chart] = []
     body = [_head(groups, records)]
     body += [_group(number, group, styles, charts) for number, group in enumerate(groups, 1)]
@@ -97,38 +100,64 @@ _TEMPLATE = """<!DOCTYPE html>
 
 
 def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
+    made = f"Written on {date.today().isoformat()} by growprune {growprune.__version__}."
+    if versions := words.versions(records):
+        made += f" The runs were made by {versions}."
     said = "".join(f"<p class='note'>{escape(note)}</p>" for note in words.notes(records))
     for group in groups:
         said += f"<p>{' '.join(map(escape, words.summary(group)))}</p>"
-    links = [(f"group-{n}", f"{g.title}, {g.budget}".rstrip(", ")) for n, g in enumerate(groups, 1)]
+        if command := words.compare_command(group):
+            said += f"<p>This command makes these runs:</p><pre class='command' tabindex='0'>{escape(command)}</pre>"
+    links = [(f"group-{number}", group.name) for number, group in enumerate(groups, 1)]
     links += [("tuning", "Tuning")] if tunings_of(records) else []
     links += [("runs", "All runs"), ("again", "How to reproduce"), ("words", "Terms")]
     contents = "".join(f"<li><a href='#{place}'>{escape(text)}</a></li>" for place, text in links)
     return (
         "<header><p class='brand'>growprune report"
         "<button type='button' id='theme' aria-live='polite'>Theme: auto</button></p>"
-        f"<h1>{escape(words.title(groups, records))}</h1></header>"
+        f"<h1>{escape(words.title(groups, records))}</h1><p class='small'>{escape(made)}</p></header>"
         f"<section id='summary'><h2>Summary</h2>{said}</section><nav aria-label='Contents'><ul>{contents}</ul></nav>"
     )
 
 
 def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> str:
     """The section of a group of comparable runs."""
-    named = f"{group.title}, {group.budget}".rstrip(", ")
     shown = [*charts_over_time(group, styles), layer_chart(group, styles)]
-    compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.cells) > 1 else []
-    sections = [f"<section id='group-{number}'><h2>{escape(named)}</h2>"]
+    compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.rows) > 1 else []
+    sections = [f"<section id='group-{number}'><h2>{escape(group.name)}</h2>"]
     if rows := tables.means(group):
         quality = f"{group.metric.name}, test{group.metric.direction}"
         head = [quality if name == "quality" else name for name in tables.MEANS_HEAD]
         sections.append(f"<h3>Results</h3>{_table(head, rows)}")
+    sections.append(_legend(group, styles) if len(group.rows) > 1 else "")
     sections.append(_figures("Training", [chart for chart in shown if chart is not None], charts))
     sections.append(_figures("Quality and cost", [c for c in compared if c is not None], charts))
-    wanted = [each.title for each in (*quantities(group), *(COSTS if compared else ()))]
     found = {chart.title for chart in (*shown, *compared) if chart is not None}
-    if lacking := [title for title in wanted if title not in found]:
+    if lacking := [each.title for each in quantities(group) if each.title not in found]:
         sections.append(f"<p class='small'>Not shown, because no run has the data: {escape(', '.join(lacking))}.</p>")
     return "\n".join([*sections, "</section>"])
+
+
+def _legend(group: Group, styles: Styles) -> str:
+    """The legend of all charts of a group, which shows and hides rows. Controls are hidden at first."""
+    rows = {row.name: row for row in reversed(group.rows)}
+    chips = [_chip(name, styles.of(rows[name]).swatch, not is_control(rows[name])) for name in reversed(rows)]
+    sparsities = sorted({row.sparsity for row in group.sparse})
+    if len(sparsities) > 1:
+        swatches = [Style("currentColor", "", styles.dash(sparsity)).swatch for sparsity in sparsities]
+        chips += [_chip(in_full(s), swatch, True) for s, swatch in zip(sparsities, swatches, strict=True)]
+    hidden = sum(map(is_control, rows.values()))
+    note = f" ({hidden} controls are hidden at first)" if hidden else ""
+    return (
+        f"<details class='legend' open><summary>Rows in the charts{note}</summary><div class='chips'>{''.join(chips)}"
+        "<span><button type='button' data-all='1'>all</button> <button type='button' data-all=''>none</button></span>"
+        "</div></details>"
+    )
+
+
+def _chip(name: str, swatch: str, is_shown: bool) -> str:
+    checked = " checked" if is_shown else ""
+    return f"<label><input type='checkbox' value='{escape(name)}'{checked}>{swatch}<span>{escape(name)}</span></label>"
 
 
 def _tuning(records: Sequence[Record]) -> str:
@@ -157,8 +186,8 @@ def _figure(number: int, chart: Chart) -> str:
     about = escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
     return (
         f"<figure id='chart-{number}'><h4>{escape(chart.title)}</h4>"
-        f"<div class='plot' id='plot-{number}' data-height='{chart.height}' style='height:{chart.height}px' "
-        f"role='img' aria-label='{about}'></div><figcaption>{escape(chart.caption)}</figcaption>"
+        f"<div class='plot' id='plot-{number}' role='img' aria-label='{about}'></div>"
+        f"<figcaption>{escape(chart.caption)}</figcaption>"
         f"<details><summary>Table</summary>{_table(chart.columns, chart.rows)}</details>"
         f"<p class='downloads'>Download: {kinds}</p></figure>"
     )

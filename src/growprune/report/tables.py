@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from growprune.report.chart import Value
-from growprune.report.frontier import average_live, given, peak_live
-from growprune.report.groups import Cell, Group
+from growprune.report.groups import Group
 from growprune.runs import Record
 from growprune.runs.metric import decimals, in_full, scaled
 from growprune.runs.record import say_small
+from growprune.runs.table import RunRow
 
 MEANS_HEAD = (
-    *("run", "seeds", "epochs", "quality", "minus dense", "sparsity reached", "training FLOPs", "inference FLOPs"),
-    *("peak live", "average live", "explored", "peak memory", "time"),
+    *("run", "quality", "minus dense", "sparsity reached", "peak live", "average live", "explored"),
+    *("training FLOPs", "inference FLOPs", "peak memory", "time", "epochs", "seeds"),
 )
 RUNS_HEAD = (
     *("run", "status", "method", "sparsity", "seed", "epochs", "metric", "test", "test of best by validation"),
@@ -25,38 +25,52 @@ NOT_CHOSEN = "tuning run, not chosen"
 
 
 def means(group: Group) -> list[list[str]]:
-    """One row of means over seeds for each finished cell of a group."""
-    dense = None if group.reference is None else group.reference.quality
-    finished = [cell for cell in group.cells if cell.quality is not None]
-    return [list(_cells(cell, dense)) for cell in finished]
+    """One row of means over seeds for each finished row of a group."""
+    return [list(_cells(row, group.reference)) for row in group.finished]
 
 
-def _cells(cell: Cell, dense: float | None) -> Iterator[str]:
-    yield from (cell.label, str(cell.num_scores), str(cell.epochs), spread(cell))
-    gap = (cell.quality or 0.0) - (dense or 0.0)
-    said = "nan" if math.isnan(gap) else f"{gap:+.{decimals(dense)}f}"
-    yield "" if dense is None or cell.is_dense else said
-    yield _reached(cell)
-    yield _say(cell.mean(given("training_flops")), scaled)
-    yield _say(cell.mean(lambda record: record.total("flops_sparse")), scaled)
-    for share in (cell.mean(peak_live), cell.mean(average_live), cell.mean(_explored)):
+def _cells(row: RunRow, dense: RunRow | None) -> Iterator[str]:
+    yield from (row.label, spread(row), gap(row, dense), _reached(row))
+    for share in (row.mean("peak_alive"), row.mean("average_alive"), row.mean(_explored)):
         yield _say(share, lambda known: f"{known:.1%}")
-    yield _say(cell.mean(given("peak_bytes")), lambda count: f"{scaled(count)}B")
-    yield _say(cell.mean(given("seconds")), duration)
+    yield from (_say(row.mean(training_flops), scaled), _say(row.mean(inference_flops), scaled))
+    yield _say(row.mean("peak_bytes"), lambda count: f"{scaled(count)}B")
+    yield from (_say(row.mean("seconds"), duration), f"{row.epochs:g}", str(row.spread("test").count))
 
 
 def _say(value: float | None, how: Callable[[float], str]) -> str:
     return UNKNOWN if value is None else how(value)
 
 
-def _reached(cell: Cell) -> str:
+def training_flops(record: Record) -> float | None:
+    """FLOPs of the training. As an attribute of a row, they would be a share of dense training."""
+    return record.figure("training_flops")  # type: ignore[no-any-return]
+
+
+def inference_flops(record: Record) -> float | None:
+    """FLOPs of the last model for one example, without its zeros."""
+    return record.total("flops_sparse")  # type: ignore[no-any-return]
+
+
+def gap(row: RunRow, dense: RunRow | None) -> str:
+    """The mean difference to the dense row over common seeds, and its standard error. Empty if there is none."""
+    found = None if dense is None or row.is_dense else row.minus(dense)
+    if found is None:
+        return ""
+    if math.isnan(found.mean):
+        return "nan"
+    places = decimals(row.mean("test"))
+    error = "" if found.standard_error is None else f" ± {found.standard_error:.{places}f}"
+    return f"{found.mean:+.{places}f}{error}"
+
+
+def _reached(row: RunRow) -> str:
     """The reached sparsity, with the target if it was missed. For a small dense model, its size."""
-    if cell.first.small:
-        return say_small(cell.first.small)
-    reached = cell.mean(lambda record: record.total("sparsity"))
-    if reached is None:
+    if row.small:
+        return say_small(row.small)
+    if row.reached is None:
         return UNKNOWN
-    return f"{reached:.4g} (target {in_full(cell.sparsity)})" if cell.is_off else f"{reached:.4g}"
+    return f"{row.reached:.4g} (target {in_full(row.sparsity)})" if row.is_off else f"{row.reached:.4g}"
 
 
 def _explored(record: Record) -> float | None:
@@ -64,12 +78,11 @@ def _explored(record: Record) -> float | None:
     return next((row["explored"] for row in reversed(record.history) if row.get("explored") is not None), None)
 
 
-def spread(cell: Cell) -> str:
+def spread(row: RunRow) -> str:
     """The mean quality over seeds, and the standard deviation if there are several."""
-    if cell.quality is None:
-        return UNKNOWN
-    shown = (f"{number:.{decimals(cell.quality)}f}" for number in (cell.quality, cell.deviation) if number is not None)
-    return " ± ".join(shown)
+    found = row.spread("test")
+    shown = (f"{number:.{decimals(found.mean)}f}" for number in (found.mean, found.deviation) if number is not None)
+    return " ± ".join(shown) or UNKNOWN
 
 
 def duration(seconds: float) -> str:

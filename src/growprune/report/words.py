@@ -11,10 +11,11 @@ from pathlib import PurePath
 from typing import Any
 
 from growprune.methods import METHODS
-from growprune.report.groups import Cell, Group, best_by_validation, group_runs, what_differs
-from growprune.report.tables import duration, spread
+from growprune.report.groups import Group, group_runs, what_differs
+from growprune.report.tables import duration, gap, spread
 from growprune.runs import Record
-from growprune.runs.metric import decimals, in_full
+from growprune.runs.metric import in_full
+from growprune.runs.table import RunRow, best_by_validation
 
 MEANINGS = {
     "sparsity": "the fraction of weights that are exactly zero; at 0.9, one weight in ten is left",
@@ -24,6 +25,7 @@ MEANINGS = {
     "part": "a subset of the layers; methods such as GaP train one part dense at a time",
     "epoch": "one pass over the training data",
     "validation and test data": "data not used for training; validation data selects a model, test data measures it",
+    "minus dense": "the mean difference to the dense model over common seeds, with its standard error",
 }
 
 
@@ -35,59 +37,52 @@ def title(groups: Sequence[Group], records: Sequence[Record]) -> str:
 
 def summary(group: Group) -> list[str]:
     """A few sentences on one group of runs."""
-    finished = [cell for cell in group.cells if cell.quality is not None]
-    if not finished:
+    if not group.finished:
         return [f"No run of {group.title} is finished yet. The data so far is shown below."]
-    return [_trained(group), *_how_good(group, finished), _how_long(finished)]
+    return [_trained(group), *_how_good(group), _how_long(group)]
 
 
 def _trained(group: Group) -> str:
-    cells = group.sparse or group.dense
-    names = list(dict.fromkeys(cell.method for cell in cells))
-    said = " and ".join(map(in_full, sorted({cell.sparsity for cell in cells})))
-    runs = sum(len(cell.records) for cell in group.cells)
-    what = f"{_count(runs, 'run')} of {group.title}, {group.budget}".rstrip(", ")
-    these = "This is" if runs == 1 else "These are"
+    rows = group.sparse or group.dense
+    names = list(dict.fromkeys(row.method for row in rows))
+    said = " and ".join(map(in_full, sorted({row.sparsity for row in rows})))
+    runs = sum(len(row.runs) for row in group.rows)
+    what = f"{'This is' if runs == 1 else 'These are'} {_count(runs, 'run')} of {group.name}"
     if not group.sparse:
-        return f"{these} {what}: a dense model without pruning."
+        return f"{what}: a dense model without pruning."
     if len(names) > 1:
-        return f"{these} {what}: {len(names)} methods, at sparsity {said} (the fraction of weights removed)."
+        return f"{what}: {len(names)} methods, at sparsity {said} (the fraction of weights removed)."
     about = (METHODS[names[0]].__doc__ or "").strip().splitlines()[0] if names[0] in METHODS else ""
-    return f"{these} {what}: the method {names[0]} at sparsity {said}. {about}".strip()
+    return f"{what}: the method {names[0]} at sparsity {said}. {about}".strip()
 
 
-def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
+def _how_good(group: Group) -> list[str]:
     sentences, what = [], group.metric.name + group.metric.direction
     dense = group.reference
     if dense is not None:
-        which = f" ({dense.label})" if sum(cell.is_dense for cell in finished) > 1 else ""
+        which = f" ({dense.label})" if sum(row.is_dense for row in group.finished) > 1 else ""
         sentences.append(f"The dense model{which} has {what} {spread(dense)} on test data.")
-    sparse = [cell for cell in finished if not cell.is_dense]
-    for sparsity in sorted({cell.sparsity for cell in sparse}):
-        cells = [cell for cell in sparse if cell.sparsity == sparsity]
-        cells = [cell for cell in cells if not cell.is_off] or cells  # missing the target makes it easier
-        best = cells[0] if len(cells) == 1 else best_by_validation(cells, group.metric)
-        if best is None:
-            continue
-        who = f"{best.series} (the best of {len(cells)} on validation data)" if len(cells) > 1 else best.series
-        score = f"{group.metric.name} {spread(best)}"
-        text = f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data"
-        sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
+    sparse = [row for row in group.finished if not row.is_dense]
+    for sparsity in sorted({row.sparsity for row in sparse}):
+        rows = [row for row in sparse if row.sparsity == sparsity]
+        rows = [row for row in rows if not row.is_off] or rows  # missing the target makes it easier
+        best = rows[0] if len(rows) == 1 else best_by_validation(rows)
+        if best is not None:
+            who = f"{best.name} (the best of {len(rows)} on validation data)" if len(rows) > 1 else best.name
+            score = f"{group.metric.name} {spread(best)}{_gap(best, dense)}"
+            sentences.append(f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data.")
     return sentences
 
 
-def _gap(cell: Cell, dense: Cell) -> str:
-    gap = (cell.quality or 0.0) - (dense.quality or 0.0)
-    places = decimals(dense.quality)
-    if math.isnan(gap):
-        return "which cannot be compared with dense"
-    if abs(gap) < 0.5 * 10**-places:
-        return "as good as dense"
-    return f"{abs(gap):.{places}f} {'above' if gap > 0 else 'below'} dense"
+def _gap(row: RunRow, dense: RunRow | None) -> str:
+    found = None if dense is None else row.minus(dense)
+    if found is None:
+        return ""
+    return " (not comparable with dense)" if math.isnan(found.mean) else f" ({gap(row, dense)} against dense)"
 
 
-def _how_long(cells: Sequence[Cell]) -> str:
-    results = [record.result for cell in cells for record in cell.records if record.result is not None]
+def _how_long(group: Group) -> str:
+    results = [run.result for row in group.finished for run in row.runs if run.result is not None]
     seconds = [result.seconds for result in results]
     devices = sorted({str(result.environment.get("device") or "") for result in results} - {""})
     where = f" on {' and '.join(devices)}" if devices else ""
@@ -115,14 +110,40 @@ def notes(records: Sequence[Record]) -> list[str]:
 def _twice(records: Sequence[Record]) -> list[str]:
     """Warn about runs that look like copies of each other, which would make a spread too small."""
     found: dict[tuple[str, ...], None] = {}
-    for cell in [cell for group in group_runs(records) for cell in group.cells]:
+    for row in [row for group in group_runs(records) for row in group.rows]:
         by_seed: dict[int, list[str]] = {}
-        for record in [record for record in cell.records if record.is_finished]:
-            by_seed.setdefault(record.seed, []).append(record.name)
+        for run in row.finished:
+            by_seed.setdefault(run.seed, []).append(run.name)
         found |= {tuple(sorted(names)): None for names in by_seed.values() if len(names) > 1}
     return [
         f"{' and '.join(names)} have the same seed and settings, but count as different seeds here." for names in found
     ]
+
+
+# Commands
+
+
+def compare_command(group: Group) -> str:
+    """The one `growprune compare` that makes all runs of a group. Empty if they were not made by one."""
+    runs = [run for row in group.rows for run in row.runs]
+    epochs = {run.final_epochs for run in runs} - {None}
+    of_rows = {"method", "options", "sparsity", "allocation", "parts", "seed"}
+    common = []
+    for run in runs:
+        settings = run.origin.get("settings") or {}
+        kept = {key: value for key, value in settings.items() if key.partition(".")[0] not in of_rows}
+        common.append((_source(run), _data(run), kept))
+    grids = [run.tuning.get("grid") for run in runs]
+    if not runs or not all(run.origin.get("row") for run in runs) or len(epochs) != 1 or any(grids):
+        return ""
+    if any(each != common[0] for each in common):
+        return ""
+    source, data, kept = common[0]
+    sparsities = sorted({in_full(row.sparsity) for row in group.sparse})
+    words = ["growprune", "compare", source, *data, "--methods", ",".join({run.origin["row"]: 0 for run in runs})]
+    words += ["--sparsities", ",".join(sparsities)] if sparsities else []
+    words += ["--seeds", ",".join(map(str, sorted({run.seed for run in runs}))), "--epochs", f"{epochs.pop():g}"]
+    return shlex.join([*words, *(word for key, value in kept.items() for word in ("--set", f"{key}={value}"))])
 
 
 def commands(records: Sequence[Record]) -> str:
@@ -135,13 +156,20 @@ def commands(records: Sequence[Record]) -> str:
 
 def command(record: Record) -> str:
     """The command that reproduces a run, without paths on this machine."""
-    source, colon, function = str(record.origin["source"]).rpartition(":")
-    name = f"{PurePath(source).name}:{function}" if colon else function
-    settings = dict(record.origin.get("settings") or {})
-    data = settings.pop("task.data", None) or record.task.get("data")
-    words = ["growprune", "train", name, *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
-    words += [] if not data else ["--data", f"DATA/{PurePath(str(data)).name}"]
-    return shlex.join([*words, "--out", record.name])
+    settings = {key: value for key, value in (record.origin.get("settings") or {}).items() if key != "task.data"}
+    words = ["growprune", "train", _source(record)]
+    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return shlex.join([*words, *_data(record), "--out", record.name])
+
+
+def _source(record: Record) -> str:
+    source, colon, function = str(record.origin.get("source", "")).rpartition(":")
+    return f"{PurePath(source).name}:{function}" if colon else function
+
+
+def _data(record: Record) -> list[str]:
+    data = (record.origin.get("settings") or {}).get("task.data") or record.task.get("data")
+    return ["--data", f"DATA/{PurePath(str(data)).name}"] if data else []
 
 
 def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -151,6 +179,15 @@ def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[s
         if environment := record.figure("environment"):
             found.setdefault(json.dumps(environment, sort_keys=True), (environment, []))[1].append(record.name)
     return list(found.values())
+
+
+def versions(records: Sequence[Record]) -> str:
+    """The versions of growprune and torch that made the runs, in a few words."""
+    said = []
+    for name, key in (("growprune", "growprune"), ("commit", "commit"), ("torch", "torch")):
+        found = {str(environment.get(key) or "unknown") for environment, _ in environments(records)}
+        said += [f"{name} {' and '.join(sorted(found))}"] if found - {"unknown"} else []
+    return ", ".join(said)
 
 
 def _count(number: int, noun: str) -> str:
