@@ -156,7 +156,8 @@ def keep(runs: Path, folder: Path, *, with_curves: bool = False) -> None:
         found[file.parent.relative_to(runs).as_posix()] = content
     for file in sorted(runs.rglob("tuning.json")):
         tunings[file.parent.relative_to(runs).as_posix()] = json.loads(file.read_text())
-    content = json_file.finite(pack(dict(sorted(found.items())), dict(sorted(tunings.items()))))
+    found, tunings = ({name: each[name] for name in sorted(each, key=_in_folders)} for each in (found, tunings))
+    content = json_file.finite(pack(found, tunings))
     lines = [f'"format": {content["format"]},\n"shared": {json.dumps(content["shared"])}']
     for part in ("runs", "tunings"):  # a line for each run
         entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in content[part].items())
@@ -167,6 +168,11 @@ def keep(runs: Path, folder: Path, *, with_curves: bool = False) -> None:
 
 CURVES = ("epoch", "iteration", "stage", "branch", "alive", "loss", "explored", "churn", "validation")
 """What charts over time need of the history."""
+
+
+def _in_folders(name: str) -> tuple[str, ...]:
+    """The order of runs in their folders."""
+    return Path(name).parts
 
 
 def _short(value: Any) -> Any:

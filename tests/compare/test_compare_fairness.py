@@ -17,6 +17,7 @@ from toy import cyclic
 from growprune import GrowpruneError, engine, methods
 from growprune.compare import Comparison, Request, of_runs
 from growprune.engine.recipe import Recipe
+from growprune.runs import find_runs
 from growprune.runs.metric import Metric
 from growprune.runs.table import best_baseline
 
@@ -133,7 +134,9 @@ def test_what_is_allowed_to_differ_makes_rows_of_their_own_and_is_said(write: Ca
 def test_data_are_told_apart_by_their_name_where_a_result_has_no_fingerprint(tmp_path: Path) -> None:
     paths = []
     for name in ("a", "b"):
-        found = json.loads((ROOT / "experiments/translation-multi30k/dense/seed0/result.json").read_text())
+        (run,) = find_runs([ROOT / "experiments/translation-multi30k/dense/seed0"])
+        assert run.result is not None
+        found = run.result.to_dict()
         found["recipe"]["task"]["data"] = f"/somewhere/{name}/multi30k"
         found["recipe"]["seed"] = found["seed"] = len(paths)
         paths.append(tmp_path / name / "result.json")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from paths import ROOT
+from report_runs import history, recipe, result, write_bare
 from small_data import EVERY_MAKER, MAKERS
 from tiny_recipes import TINY
 
@@ -20,6 +21,7 @@ from growprune import engine
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import MEASURED, RECIPES, find
+from growprune.runs import find_runs
 from growprune.tasks.segmentation.shapenet import NAME
 
 EXPERIMENTS = ROOT / "experiments"
@@ -255,9 +257,9 @@ def test_a_split_that_is_missing_is_said_at_the_start_not_the_end(task: str, fil
 )
 def test_small_recipes_say_what_was_measured(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXPERIMENTS)
-    import table
+    import tables
 
-    found, metric = table.results(study), table.METRICS[study][0]
+    found, metric = tables.results(study), tables.METRICS[study][0]
     for name in (name for name in RECIPES if name.startswith(f"{study}/")):
         runs = found.get(name.partition("/")[2], [])
         mean = sum(run.figure("test")[metric] for run in runs) / max(1, len(runs))
@@ -266,29 +268,35 @@ def test_small_recipes_say_what_was_measured(study: str, monkeypatch: pytest.Mon
         assert (name in MEASURED) == bool(runs)
 
 
-def test_the_tables_of_recipes_show_the_results_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_those_of_the_stored_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXPERIMENTS)
-    import table
-
-    for path in EXPERIMENTS.glob("*/*/seed*/result.json"):
-        study, row = path.parts[-4:-2]
-        assert f"| {table.label(study, row)} |" in (EXPERIMENTS / study / "table.md").read_text()
-        assert "/" not in json.loads(path.read_text())["recipe"]["task"]["data"]
-
-
-def test_the_tables_of_comparisons_and_of_trained_models_are_those_of_their_results(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    import comparing
-    import controls
     import pretrained
     import pretrained_by_data
-    import table
+    import tables
 
-    for script in (comparing, controls, table):
-        for path, text in script.files().items():
-            assert path.read_text() == text, f"run python experiments/{script.__name__}.py --write"
-    for tables in (pretrained, pretrained_by_data):
-        expected = tables.BEGIN + tables.table(tables.RESULTS) + tables.END
-        assert expected in tables.PAGE.read_text(), f"run python experiments/{tables.__name__}.py --write"
+    for path, text in tables.files().items():
+        assert path.read_text() == text, "run python experiments/tables.py --write"
+    for script in (pretrained, pretrained_by_data):
+        expected = script.BEGIN + script.table(script.RESULTS) + script.END
+        assert expected in script.PAGE.read_text(), f"run python experiments/{script.__name__}.py --write"
+
+
+def test_stored_results_do_not_say_where_data_lay() -> None:
+    assert [run.path for run in find_runs([EXPERIMENTS]) if "/" in run.recipe["task"]["data"]] == []
+
+
+def test_results_are_kept_without_curves_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    import run
+
+    content = result(recipe("gmp", 0.9, 0, task={"data": "/disk/a.npz"}), 88.0, history([1000, 500]), peak_alive=1000)
+    write_bare(tmp_path / "runs/gmp/seed0/result.json", content)
+    run.keep(tmp_path / "runs", tmp_path / "kept")
+    write_bare(tmp_path / "runs/gmp/seed0/result.json", {**content, "seconds": 7.0, "peak_alive": None})
+    (tmp_path / "runs/gmp/seed0").rename(tmp_path / "runs/gmp/seed1")
+    run.keep(tmp_path / "runs", tmp_path / "kept")
+    assert run.kept(tmp_path / "kept") == {"gmp/seed0", "gmp/seed1"}
+    first, second = find_runs([tmp_path / "kept"])
+    assert (first.test, first.task["data"], first.figure("seconds")) == (88.0, "a.npz", 30.0)
+    assert (first.history, second.figure("seconds")) == ([], 7.0)
+    assert [entry["alive"] for entry in second.history] == [1000, 500]  # whose peak nothing else says

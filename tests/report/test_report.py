@@ -73,7 +73,12 @@ def test_page_has_means_over_seeds(tmp_path: Path) -> None:
     dense, rigl = results(tmp_path).values()
     assert (dense["run"], dense["quality"], dense["minus dense"]) == ("dense", "92.00 ± 0.00", "")
     # the deviation of 90 and 91 is 1 / sqrt(2)
-    assert (rigl["run"], rigl["quality"], rigl["seeds"], rigl["epochs"]) == ("rigl:global 0.9", "90.50 ± 0.71", "2", "2")
+    assert (rigl["run"], rigl["quality"], rigl["seeds"], rigl["epochs"]) == (
+        "rigl:global 0.9",
+        "90.50 ± 0.71",
+        "2",
+        "2",
+    )
     assert (rigl["sparsity reached"], rigl["peak live"], rigl["average live"]) == ("0.9", "100.0%", "75.0%")
     assert (rigl["training FLOPs"], rigl["inference FLOPs"]) == ("7.00 G", "200")
     assert (rigl["peak memory"], rigl["time"], rigl["explored"]) == ("5.00 MB", "50 s", "-")
@@ -207,8 +212,8 @@ def command_of(folder: Path) -> str:
 
 def test_one_compare_command_makes_all_runs(tmp_path: Path) -> None:
     for seed in (0, 1):
-        for row in ("dense", "gmp:global", "rigl:erk every=5"):
-            made_by_compare(tmp_path / f"{row}{seed}", row, seed, {"clip": "1.0", "task.data": "/disk/d.npz"})
+        for name in ("dense", "gmp:global", "rigl:erk every=5"):
+            made_by_compare(tmp_path / f"{name}{seed}", name, seed, {"clip": "1.0", "task.data": "/disk/d.npz"})
     command = command_of(tmp_path)
     assert command in html.unescape(page_of(tmp_path))
     assert command == (

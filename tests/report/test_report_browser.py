@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import ROOT
+from report_runs import history, phase, recipe, result, write_run
 from toy import cyclic, parallel
 
 from growprune import engine, methods
@@ -26,12 +26,25 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="there is no chromium: make test-browser installs it"),
 ]
 
-EXPERIMENTS = ROOT / "experiments"
+
+def write_many(folder: Path) -> Path:
+    """37 rows with long names: dense, and nine methods with and without growth at two sparsities."""
+    methods_ = ["gmp", "rigl", "set", "snip", "str", "dpf", "acdc", "granet", "gradual_gap"]
+    rows: list[tuple[str, dict[str, Any]]] = [("dense", {})]
+    rows += [(name, options) for name in methods_ for options in ({"power": 3}, {"power": 3, "control": "peak"})]
+    for number, (method, options) in enumerate(rows):
+        for sparsity, seed in [(s, seed) for s in ((0.0,) if method == "dense" else (0.9, 0.95)) for seed in (0, 1)]:
+            made = recipe(method, sparsity, seed, options=options, allocation="global")
+            epochs = history([1000 - 80 * epoch for epoch in range(8)])
+            content = result(made, 85.0 + number / 9 + seed, epochs, seconds=90.0 + number, peak_alive=1000)
+            events = [{**phase(0, 0, "train", 20, 1000), "iteration": 0}]
+            write_run(folder / f"{method}{len(options)}-{sparsity}-{seed}", made, content, events)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name: of runs with everything, of one run, of results of earlier versions, and of rows with long names."""
+    """By name: of runs with everything, of one run, and of 37 rows."""
     folder = tmp_path_factory.mktemp("pages")
     runs = folder / "runs"
     for seed in (0, 1):
@@ -39,8 +52,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     engine.train(replace(cyclic(), method=methods.rigl, options={"epochs": 9}), runs / "rigl")
     engine.train(replace(cyclic(), method=methods.dense, options={"epochs": 9}, sparsity=0.0), runs / "dense")
     engine.train(replace(parallel(), options={"steps": 2, "epochs": 1, "finetune": 3}), runs / "parallel")
-    shown = {"several": runs, "one": runs / "cyclic0", "earlier": EXPERIMENTS / "classification-cifar10-width32"}
-    shown["long names"] = EXPERIMENTS / "compare" / "shapenet"
+    shown = {"several": runs, "one": runs / "cyclic0", "many": write_many(folder / "many")}
     for name, path in shown.items():
         write_page(find_runs([path]), folder / f"{name}.html")
     return {name: folder / f"{name}.html" for name in shown}
@@ -50,7 +62,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def browser() -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", "disable-dev-shm-usage"):
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", "disable-background-networking"):
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
@@ -86,8 +98,8 @@ def show(browser: Any, page: Path, *, width: int = 1280, scheme: str = "light") 
         ("several", 13, 1280, "light"),
         ("several", 13, 390, "dark"),
         ("one", 6, 390, "light"),
-        ("earlier", 10, 1280, "dark"),
-        ("earlier", 10, 390, "light"),
+        ("many", 9, 1280, "dark"),
+        ("many", 9, 390, "light"),
     ],
 )
 def test_every_chart_is_drawn_without_complaint_and_without_a_network(
@@ -117,7 +129,7 @@ def test_every_chart_is_drawn_without_complaint_and_without_a_network(
 
 
 def test_on_a_phone_names_are_whole_and_leave_room_for_their_bars(pages: dict[str, Path], browser: Any) -> None:
-    show(browser, pages["long names"], width=390)
+    show(browser, pages["many"], width=390)
     seen = browser.execute_script(
         "return Array.from(document.querySelectorAll('.plot')).filter(plot => plot.querySelector('.barlayer .point'))"
         ".map(plot => { const box = (node) => node.getBoundingClientRect(), whole = box(plot);"
@@ -126,6 +138,27 @@ def test_on_a_phone_names_are_whole_and_leave_room_for_their_bars(pages: dict[st
     )
     assert len(seen) == 1  # the training time is the chart with bars
     assert all(left >= 0 and share > 0.45 for left, share in seen), seen
+
+
+def num_lines(browser: Any, number: int) -> int:
+    """How many lines a chart shows."""
+    return int(browser.execute_script(f"return document.querySelectorAll('#plot-{number} .lines path.js-line').length"))
+
+
+def test_one_legend_hides_rows_in_all_charts_and_controls_at_first(pages: dict[str, Path], browser: Any) -> None:
+    show(browser, pages["many"])
+    assert len(browser.find_elements("css selector", ".legend")) == 1
+    boxes = browser.find_elements("css selector", ".legend input")
+    off = [box.get_attribute("value") for box in boxes if not box.is_selected()]
+    assert off == ["gradual_gap:global power=3 control=peak"]  # the other methods declare no control
+    drawn = [num_lines(browser, number) for number in (0, 2)]
+    assert min(drawn) >= 35
+    next(box for box in boxes if box.get_attribute("value") == "0.95").click()
+    assert [num_lines(browser, number) for number in (0, 2)] == [n - 17 for n in drawn]
+    browser.find_element("css selector", ".legend button[data-all='']").click()
+    assert [num_lines(browser, number) for number in (0, 2)] == [0, 0]
+    browser.find_element("css selector", ".legend button[data-all='1']").click()
+    assert [num_lines(browser, number) for number in (0, 2)] == [n + 2 for n in drawn]
 
 
 def test_the_switch_changes_the_colours_of_page_and_charts(pages: dict[str, Path], browser: Any) -> None:
@@ -151,7 +184,7 @@ def test_a_chart_can_be_saved_as_png_svg_and_csv(pages: dict[str, Path], browser
     assert (tmp_path / "01-quality.svg").read_text().startswith("<svg")
     lines = (tmp_path / "01-quality.csv").read_text().splitlines()
     result = json.loads((pages["one"].parent / "runs/cyclic0/result.json").read_text())
-    assert lines[0] == "epoch,cyclic_gap 0.8"
+    assert lines[0] == "epoch,cyclic_gap:uniform steps=3 epochs=2 finetune=3 0.8"
     assert lines[1:] == [f"{row['epoch']},{row['validation']['accuracy']!r}" for row in result["history"]]
     assert browser.get_log("browser") == []
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import history, phase, recipe, row, write_run
+from paths import ROOT
+from report_runs import history, phase, recipe, result, row, write_run
 from test_report import page_of, results, write
 
 from growprune.report import notes
@@ -104,7 +105,9 @@ def test_budget_of_unequal_flops_is_not_called_equal_because_one_run_is(tmp_path
 def test_rows_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     settings: list[Any] = [{}, {}, {"allocation": "erk"}, {"options": {"every": 5}}]
     for number, more in enumerate(settings):
-        write(tmp_path / str(number), "rigl", seed=number, recipe={"allocation": "uniform", "claim": str(number), **more})
+        write(
+            tmp_path / str(number), "rigl", seed=number, recipe={"allocation": "uniform", "claim": str(number), **more}
+        )
     assert labels(groups_of(tmp_path)[0]) == {
         "rigl:uniform 0.9": 2,
         "rigl:erk 0.9": 1,
@@ -130,8 +133,8 @@ def test_only_the_method_dense_is_dense(tmp_path: Path) -> None:
 
 def test_sparsity_in_the_recipe_of_a_dense_run_means_nothing(tmp_path: Path) -> None:
     for seed, sparsity in enumerate((0.0, 0.9)):
-        write_run_of_dense = recipe("dense", sparsity, seed)
-        write(tmp_path / str(seed), "dense", 92.0, seed, recipe={"sparsity": write_run_of_dense["sparsity"]})
+        made = recipe("dense", sparsity, seed)
+        write_run(tmp_path / str(seed), made, result(made, 92.0, history([1000])))
     assert labels(groups_of(tmp_path)[0]) == {"dense": 2}
 
 
@@ -194,8 +197,6 @@ def test_damaged_result_is_one_run_of_a_whole_page(tmp_path: Path) -> None:
 
 
 def test_stored_results_of_this_repository_can_be_shown() -> None:
-    from paths import ROOT
-
     records = find_runs([ROOT / "experiments" / "detection-bccd"])
     page = page_of(ROOT / "experiments" / "detection-bccd")
     assert len(records) == 8 and all(f"{record.test:.5g}" in page for record in records)

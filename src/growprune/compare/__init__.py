@@ -182,8 +182,6 @@ class Request:
 
 def of_runs(paths: Sequence[Path], allow: Sequence[str] = ()) -> Comparison:
     """The table of existing runs: run folders, folders of runs, or result.json files."""
-    if missing := [path for path in paths if not path.exists()]:
-        raise GrowpruneError(f"{missing[0]} does not exist. Give run folders, or a recipe with --methods")
     if not (found := without_tried(find_runs(paths))):
         raise GrowpruneError("nothing to compare. Give run folders, or a recipe with --methods")
     if damaged := [run.damage for run in found if run.damage]:

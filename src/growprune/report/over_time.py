@@ -113,8 +113,12 @@ def _chart(quantity: Quantity, group: Group, styles: Styles) -> Chart | None:
         [trace for row, seeds in found for trace in _traces(quantity, row, seeds, styles)],
         layout(axis("epoch", rangemode="tozero"), y),
         ["epoch", *(row.label for row, _ in found)],
-        [[round(key[0], 4), *(points.get(key) for points in means)] for key in keys],
+        [[_epoch(key), *(points.get(key) for points in means)] for key in keys],
     )
+
+
+def _epoch(key: Key) -> float:
+    return int(key[0]) if key[0] == int(key[0]) else round(key[0], 4)
 
 
 def curves(row: RunRow, quantity: Quantity) -> dict[Key, list[float]]:
@@ -136,7 +140,8 @@ def _points(record: Record, quantity: Quantity) -> Points:
 
 def _phases(record: Record) -> Iterator[tuple[Key, Json]]:
     """The start of each phase. A phase that a kill undid counts once."""
-    per_epoch = max((e["iteration"] / e["epoch"] for e in record.history if e.get("iteration")), default=0)
+    ends = [(entry["iteration"], entry["epoch"]) for entry in record.history if entry.get("iteration")]
+    per_epoch = max((iteration / epoch for iteration, epoch in ends if epoch), default=0)
     wanted: json_file.Names = {"index": int, "stage": int, "iteration": int, "alive": int}
     events = [event for event in record.events if event["event"] == "phase" and not json_file.fault(event, wanted)]
     for event in {event["index"]: event for event in events}.values() if per_epoch else ():

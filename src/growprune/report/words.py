@@ -127,11 +127,11 @@ def compare_command(group: Group) -> str:
     """The one `growprune compare` that makes all runs of a group. Empty if they were not made by one."""
     runs = [run for row in group.rows for run in row.runs]
     epochs = {run.final_epochs for run in runs} - {None}
-    of_rows = {"method", "options", "sparsity", "allocation", "parts", "seed"}
+    given = {"method", "options", "sparsity", "allocation", "parts", "seed"}
     common = []
     for run in runs:
-        settings = run.origin.get("settings") or {}
-        kept = {key: value for key, value in settings.items() if key.partition(".")[0] not in of_rows}
+        settings = (run.origin.get("settings") or {}).items()
+        kept = {k: v for k, v in settings if k.partition(".")[0] not in given and k != "task.data"}
         common.append((_source(run), _data(run), kept))
     grids = [run.tuning.get("grid") for run in runs]
     if not runs or not all(run.origin.get("row") for run in runs) or len(epochs) != 1 or any(grids):

@@ -3,6 +3,7 @@
     result.py       the schema of result.json, shared by the engine that writes it and all readers
     record.py       a run and its state: finished, unfinished, failed or damaged
     reading.py      finds run folders and results, and checks their content
+    packed.py       one file with the results of many runs
     comparable.py   which runs can be in one table, and how they differ
     table.py        rows of a table: their names, the reference, the baseline
     metric.py       comparing scores

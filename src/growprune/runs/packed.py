@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from growprune.errors import GrowpruneError
 from growprune.files import json_file
@@ -17,7 +16,14 @@ from growprune.runs.result import Json
 RESULTS = "results.json"
 """Name of the file."""
 FORMAT = 1
-_NAMES: json_file.Names = {"format": int, "shared": dict, "runs": dict, "runs.*": dict, "tunings": dict, "tunings.*": dict}
+_NAMES: json_file.Names = {
+    "format": int,
+    "shared": dict,
+    "runs": dict,
+    "runs.*": dict,
+    "tunings": dict,
+    "tunings.*": dict,
+}
 _LISTS = (("history",), ("sparsity", "rows"))
 """Lists of entries in a result."""
 _ENTRY: Json = {"branch": None, "stage": 0, "edits": ""}
@@ -66,31 +72,25 @@ def _entries(columns: Json | None) -> list[Json]:
 
 
 def _shared(runs: Sequence[Json]) -> Json:
-    """The values that all runs have, in any depth."""
+    """The values that all runs have, and of their parts, such as the recipe, the values that all have."""
     found: Json = {}
-    for name in runs[0] if runs else ():
-        values = [run.get(name) for run in runs]
-        if all(name in run for run in runs):
-            if all(value == values[0] for value in values):
-                found[name] = values[0]
-            elif all(isinstance(value, dict) for value in values):
-                found[name] = _shared(values)  # type: ignore[arg-type]
+    for name in [name for name in (runs[0] if runs else ()) if all(name in run for run in runs)]:
+        values = [run[name] for run in runs]
+        if all(value == values[0] for value in values):
+            found[name] = values[0]
+        elif all(isinstance(value, dict) for value in values):
+            names = [key for key in values[0] if all(key in v and v[key] == values[0][key] for v in values)]
+            found[name] = {key: values[0][key] for key in names}
     return found
 
 
 def _without(run: Json, shared: Json) -> Json:
-    kept: Json = {}
-    for name, value in run.items():
-        if name not in shared:
-            kept[name] = value
-        elif value != shared[name]:
-            kept[name] = _without(value, shared[name])
+    kept = {name: value for name, value in run.items() if name not in shared}
+    for name in [name for name in run if name in shared and run[name] != shared[name]]:
+        kept[name] = {key: value for key, value in run[name].items() if key not in shared[name]}
     return kept
 
 
 def _merged(shared: Json, own: Json) -> Json:
-    found: Json = {**shared}
-    for name, value in own.items():
-        both: Any = found.get(name)
-        found[name] = _merged(both, value) if isinstance(both, dict) and isinstance(value, dict) else value
-    return found
+    both = {name: shared[name] | value for name, value in own.items() if name in shared}
+    return {**shared, **own, **both}

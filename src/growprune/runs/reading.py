@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from growprune.errors import GrowpruneError
 from growprune.files import json_file
 from growprune.files.json_file import NUMBER
+from growprune.runs.packed import RESULTS, read_packed
 from growprune.runs.record import TUNING, Record
-from growprune.runs.result import Json, Result
+from growprune.runs.result import NAMES, Json, Result
 
 FORMAT = 4
 """Format version of run folders. A run of another format is refused."""
@@ -32,30 +34,59 @@ _TUNING: json_file.Names = {
 def find_runs(paths: Sequence[Path]) -> list[Record]:
     """Find every run at or below some paths, each once, in this order.
 
-    A path is a run folder, a folder of runs, or a result.json. A folder without runs counts as a run that has not
-    started.
+    A path is a run folder, a folder of runs, a result.json, or a folder that a results file stands for (packed.py). A
+    folder without runs counts as a run that has not started.
     """
-    places: dict[Path, Path] = {}
-    for place in (place for path in paths for place in _places(Path(path))):
-        places.setdefault(place.resolve(), place)
-    return [read_run(place, name) for place, name in zip(places.values(), _names([*places]), strict=True)]
+    found: dict[Path, Record] = {}
+    for record in (record for path in paths for record in _records(Path(path))):
+        found.setdefault(record.path.resolve(), record)
+    names = _names([*(record.path for record in found.values())])
+    return [replace(record, name=name) for record, name in zip(found.values(), names, strict=True)]
 
 
-def _places(given: Path) -> Iterator[Path]:
+def _records(given: Path) -> Iterator[Record]:
     if not given.exists():
-        raise GrowpruneError(f"{given} does not exist. Give run folders, folders of runs, or result.json files")
-    if given.is_file():
-        yield given.parent if given.name == "result.json" else given  # the folder has more to show
+        study = next((folder for folder in given.parents if (folder / RESULTS).is_file()), None)
+        records = [] if study is None else _packed(study, given)
+        if not records:
+            raise GrowpruneError(f"{given} does not exist. Give run folders, folders of runs, or result.json files")
+        yield from records
+        return
+    if given.is_file() and given.name != RESULTS:
+        yield read_run(given.parent if given.name == "result.json" else given)  # the folder has more to show
         return
     is_empty = True
-    for folder, subfolders, files in os.walk(given):
+    for folder, subfolders, files in os.walk(given.parent if given.is_file() else given):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         if "result.json" in files or "recipe.json" in files:
             is_empty = False
             subfolders.clear()  # what lies in a run belongs to it, such as its earlier results
-            yield Path(folder)
+            yield read_run(Path(folder))
+        elif RESULTS in files:
+            is_empty = False
+            subfolders.clear()
+            yield from _packed(Path(folder), Path(folder))
     if is_empty:
-        yield given
+        yield read_run(given)
+
+
+def _packed(folder: Path, below: Path) -> list[Record]:
+    """The runs at or below a path, from the results file of a folder."""
+    try:
+        runs, tunings = read_packed(folder / RESULTS)
+    except (GrowpruneError, OSError) as error:
+        return [Record(folder / RESULTS, damage=" ".join(str(error).split()))]
+    records = []
+    for name, content in runs.items():
+        place = folder / name
+        if below in (place, *place.parents):
+            tuning = tunings.get(Path(name).parent.parent.as_posix(), {})
+            if wrong := json_file.fault(content, NAMES):
+                records.append(Record(place, damage=f"{folder / RESULTS} is damaged ({wrong} in {name})"))
+            else:
+                result = Result.from_dict(content)
+                records.append(Record(place, "", result.recipe, result.origin, result, tuning=tuning))
+    return records
 
 
 def _names(places: Sequence[Path]) -> list[str]:
