@@ -1,8 +1,8 @@
-"""The pictures of the README: the schedule of gradual_gap, and quality against peak memory on CIFAR-10.
+"""The pictures of docs/results.md: quality against the peak of live weights. docs/pictures.py draws the others.
 
-    python experiments/pictures.py      # writes docs/images/*.svg
+    python experiments/pictures.py      # writes docs/images/frontier*.svg
 
-Plain SVG, from the plan itself and from the results beside this file. Colours are readable on white and on black.
+Plain SVG, from the results beside this file. Colours are readable on white and on black.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tables import STUDIES
-
-from growprune.masks.partition import Partition
-from growprune.methods import gradual_gap
-from growprune.plan import Action, Part, Phase
 
 HERE = Path(__file__).parent
 IMAGES = HERE.parent / "docs" / "images"
@@ -46,33 +42,6 @@ def svg(width: int, height: int, body: list[str], title: str) -> str:
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 15, colour: str = GREY) -> str:
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
-
-
-def densities(S: Partition, plan: list[Phase]) -> Iterator[tuple[int, list[float]]]:
-    """Of each phase that trains, its length and the density of each part."""
-    now = [1.0] * len(S)
-    for phase in plan:
-        for edit in phase.edits:
-            for i, part in enumerate(S):
-                is_of = edit.part in (part, S.whole)
-                now[i] = 1 - (edit.to or 0.0) if is_of and (edit.action is Action.PRUNE or edit.to == 0) else now[i]
-        if phase.iterations:
-            yield phase.iterations, list(now)
-
-
-def schedule() -> str:
-    """Four parts over time: the darker, the denser."""
-    S = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
-    plan = [stage for stage in gradual_gap(S, sparsity=0.9, iterations=320, every=10) if isinstance(stage, Phase)]
-    body, x = [], 64.0
-    for length, parts in densities(S, plan):
-        for i, density in enumerate(parts):
-            shape = f'x="{x:g}" y="{10 + 34 * i}" width="{1.5 * length:g}" height="30"'
-            body.append(f'<rect {shape} fill="#1f77b4" fill-opacity="{0.08 + 0.92 * density:.3f}"/>')
-        x += 1.5 * length
-    body += [text(54, 31 + 34 * i, f"part {i}", anchor="end") for i in range(4)]
-    body += [text(64, 168, "at first 47 % live; dark: dense"), text(x, 168, "fine-tuning, 10 % live", anchor="end")]
-    return svg(560, 180, body, "Sparsity rises while one part after another is grown to dense and pruned back")
 
 
 @dataclass(frozen=True)
@@ -150,7 +119,7 @@ def multi30k() -> str:
     return frontier("multi30k-frontier", Frame(33.8, 39.8), "", title)
 
 
-PICTURES = {"schedule.svg": schedule, "frontier.svg": cifar10, "frontier-multi30k.svg": multi30k}
+PICTURES = {"frontier.svg": cifar10, "frontier-multi30k.svg": multi30k}
 
 
 def main() -> None:

@@ -191,7 +191,7 @@ def work(name: str, args: argparse.Namespace) -> None:
             out = args.runs / name / job.row / f"seed{seed}"
             if number and number % shards != shard - 1:  # every shard needs the dense model, the first
                 continue
-            if number and f"{job.row}/seed{seed}" in done or (out / "result.json").exists():
+            if (number and f"{job.row}/seed{seed}" in done) or (out / "result.json").exists():
                 continue
             try:
                 run(job, out, deadline)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import shlex
@@ -93,19 +92,6 @@ def test_every_file_that_is_linked_exists() -> None:
     for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
         for path in re.findall(r"\]\(([\w/.-]+)(?:#[\w-]+)?\)", page.read_text()):
             assert (page.parent / path).exists(), f"{page.name} links {path}"
-
-
-OLD_WORDS = (
-    "Stretch stretch Held held brings twin also fill walking joining sharing _meet _tell _note Curve curve Say rooms"
-)
-
-
-def test_no_identifier_has_an_old_word() -> None:
-    old = set(OLD_WORDS.split())
-    for path in (ROOT / "src").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        names = {getattr(node, field, None) for node in ast.walk(tree) for field in ("id", "attr", "arg", "name")}
-        assert old.isdisjoint(names | {path.stem}), f"{path.name}: {old & (names | {path.stem})}"
 
 
 def test_every_public_name_exists_and_has_a_docstring() -> None:

@@ -272,7 +272,7 @@ def test_kept_results_give_their_average_of_live_weights() -> None:
     from live_weights import kept
 
     rows = {(row["study"], row["row"]): row for row in kept()}
-    assert len(rows) == 33
+    assert len(rows) == 31
     assert rows["classification-cifar10", "dense"]["average"] == 1
 
 

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "engine": f"{LIBRARY} sharding files training logs runs tasks.task",
     "recipes": f"{LIBRARY} tasks engine",
     "compare": f"{LIBRARY} files tasks engine recipes runs",
-    "report": "files methods engine runs",
+    "report": "plan methods files runs",
     "integrations": f"{LIBRARY} files training",
     "cli": f"{LIBRARY} files deployment tasks logs engine recipes runs compare report",
 }

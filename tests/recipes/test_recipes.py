@@ -270,10 +270,13 @@ def test_small_recipes_say_what_was_measured(study: str, monkeypatch: pytest.Mon
 
 def test_tables_are_those_of_the_stored_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXPERIMENTS)
+    import pictures
     import pretrained
     import pretrained_by_data
     import tables
 
+    for name, draw in pictures.PICTURES.items():
+        assert (pictures.IMAGES / name).read_text() == draw(), "run python experiments/pictures.py"
     for path, text in tables.files().items():
         assert path.read_text() == text, "run python experiments/tables.py --write"
     for script in (pretrained, pretrained_by_data):

@@ -64,7 +64,6 @@ def _records(given: Path) -> Iterator[Record]:
             yield read_run(Path(folder))
         elif RESULTS in files:
             is_empty = False
-            subfolders.clear()
             yield from _packed(Path(folder), Path(folder))
     if is_empty:
         yield read_run(given)
@@ -79,7 +78,7 @@ def _packed(folder: Path, below: Path) -> list[Record]:
     records = []
     for name, content in runs.items():
         place = folder / name
-        if below in (place, *place.parents):
+        if below in (place, *place.parents) and not (place / "result.json").exists():
             tuning = tunings.get(Path(name).parent.parent.as_posix(), {})
             if wrong := json_file.fault(content, NAMES):
                 records.append(Record(place, damage=f"{folder / RESULTS} is damaged ({wrong} in {name})"))
