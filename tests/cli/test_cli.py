@@ -307,22 +307,6 @@ def test_a_run_from_python_is_shown_with_how_to_resume_in_python(tmp_path: Path)
     assert "was started from Python" in refused("resume", str(tmp_path))
 
 
-@pytest.mark.parametrize("mistake", ["torch.Generator().manual_seed(2**70)", "int('many')"])
-def test_an_error_in_a_users_own_file_shows_its_place(mistake: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from dataclasses import replace\n"
-        "import torch\n"
-        "from growprune.recipes import digits\n"
-        "class Mine(digits.Digits):\n"
-        "    def num_batches(self):\n"
-        f"        {mistake}\n"
-        "def recipe():\n    return replace(digits.tiny(), task=Mine())\n"
-    )
-    done = growprune("train", "mine.py:recipe", "--out", "run", cwd=tmp_path)
-    assert done.returncode == 1
-    assert 'mine.py", line 6, in num_batches' in done.stderr
-
-
 def test_an_error_meant_for_users_is_one_line_wherever_it_is_raised(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from growprune.errors import GrowpruneError\n"

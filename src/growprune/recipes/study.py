@@ -20,6 +20,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from growprune import methods
@@ -70,16 +71,13 @@ class Study:
     """Fields that their long forms change instead."""
 
     def cyclic(self, sparsity: float, **changes: Any) -> Recipe:
-        options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
-        return self._sparse(methods.cyclic_gap, sparsity, options, changes)
+        return self._sparse(methods.cyclic_gap, sparsity, self._options_of_gap(self.steps), changes)
 
     def parallel(self, sparsity: float, **changes: Any) -> Recipe:
-        options = {"steps": self.rounds, "epochs": self.epochs, "finetune": self.finetune}
-        return self._sparse(methods.parallel_gap, sparsity, options, changes)
+        return self._sparse(methods.parallel_gap, sparsity, self._options_of_gap(self.rounds), changes)
 
     def random(self, sparsity: float, **changes: Any) -> Recipe:
-        options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
-        options["kappa"] = len(self.parts)
+        options = self._options_of_gap(self.steps) | {"kappa": len(self.parts)}
         return self._sparse(methods.random_gap, sparsity, options, {"parts": per_layer(), **changes})
 
     def gradual(self, sparsity: float, **changes: Any) -> Recipe:
@@ -102,13 +100,14 @@ class Study:
 
     def baseline(self, baseline: Baseline, sparsity: float) -> Recipe:
         """A baseline, for its epochs in the paper, or for a multiple of the budget."""
-        options = {
-            **baseline.options,
-            "epochs": baseline.epochs if self.budget is None else self.budget * baseline.times,
-        }
+        epochs = baseline.epochs if self.budget is None else self.budget * baseline.times
+        options = {**baseline.options, "epochs": epochs}
         changes = {**(self.short if baseline.times == 1 else self.long), "parts": contiguous(1)}
         changes["allocation"] = baseline.allocation
         return self._sparse(baseline.method, sparsity, self._with_every(baseline.method, options), changes)
+
+    def _options_of_gap(self, steps: int) -> dict[str, Any]:
+        return {"steps": steps, "epochs": self.epochs, "finetune": self.finetune}
 
     def _with_every(self, method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         has_every = self.every is not None and declaration_of(method).every is not None
@@ -138,8 +137,7 @@ def make_by_name(row: str) -> Make:
         return lambda study: study.dense
     method, percent, allocation, *variant = re.split(r"-(\d\d)-(\w+)-?", row)
     make = getattr(Study, method.replace("-", "_"))
-    changes = {"allocation": allocation, **VARIANTS["".join(variant)]}
-    return lambda study: make(study, int(percent) / 100, **changes)
+    return partial(make, sparsity=int(percent) / 100, allocation=allocation, **VARIANTS["".join(variant)])
 
 
 OURS: dict[str, Row] = {
@@ -185,9 +183,6 @@ def total_epochs(recipe: Recipe) -> int:
     return sum(scheduled.phase.num_iterations(1) for scheduled in walk(recipe.plan_over(parts, 1)))
 
 
-SPARSITIES = (0.8, 0.9)
-
-
 @dataclass(frozen=True)
 class Baseline:
     """A baseline in a table of the paper."""
@@ -203,17 +198,15 @@ class Baseline:
     """Length as a multiple of the short form."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def rows(self, table: str, metric: str) -> Iterable[tuple[str, Row]]:
-        for sparsity, found in zip(SPARSITIES, self.found, strict=True):
-            percent, length = f"{sparsity:.0%}".rstrip("%"), "" if self.times == 1 else f"-{self.times}x"
-            about = f"{self.name} {self.allocation} {percent} %" + (f", {self.times} times" if length else "")
-            claim = f"{about}, not in the paper" if found is None else f"{table}, {about}: {metric} {found}"
-            yield f"{self.name}-{percent}-{self.allocation}{length}", (claim, self._made_at(sparsity))
-
-    def _made_at(self, sparsity: float) -> Make:
-        return lambda study: study.baseline(self, sparsity)
-
 
 def rows_of(baselines: Iterable[Baseline], *, table: str, metric: str) -> dict[str, Row]:
     """The rows of the baselines of a table, by name."""
-    return {name: row for baseline in baselines for name, row in baseline.rows(table, metric)}
+    rows: dict[str, Row] = {}
+    for baseline in baselines:
+        for percent, found in zip((80, 90), baseline.found, strict=True):
+            length, times = ("", "") if baseline.times == 1 else (f"-{baseline.times}x", f", {baseline.times} times")
+            about = f"{baseline.name} {baseline.allocation} {percent} %{times}"
+            claim = f"{about}, not in the paper" if found is None else f"{table}, {about}: {metric} {found}"
+            make = partial(Study.baseline, baseline=baseline, sparsity=percent / 100)
+            rows[f"{baseline.name}-{percent}-{baseline.allocation}{length}"] = claim, make
+    return rows

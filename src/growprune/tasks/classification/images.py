@@ -71,7 +71,12 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
         with image_module.open(file) as image:
             width, height = image.size
             if self.boxes is None:
-                _check_size(image.size, self.size)
+                if image.size != self.size:
+                    given, wanted = (f"{across} x {down}" for across, down in (image.size, self.size))
+                    raise GrowpruneError(
+                        f"its size is {given}, not {wanted}. For images of several sizes, set task.in_memory=false and "
+                        f"task.crop=resized"
+                    )
                 return np.array(to_rgb(image))
             left, top, right, bottom = self.boxes(index, width, height)
             across, down = self.size[0] / (right - left), self.size[1] / (bottom - top)
@@ -80,15 +85,6 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
             x, y = image.size[0] / width, image.size[1] / height
             box = left * x, top * y, min(right * x, image.size[0]), min(bottom * y, image.size[1])
             return np.array(to_rgb(image).resize(self.size, image_module.Resampling.BILINEAR, box=box))
-
-
-def _check_size(found: tuple[int, int], expected: tuple[int, int]) -> None:
-    if found != expected:
-        given, wanted = (f"{width} x {height}" for width, height in (found, expected))
-        raise GrowpruneError(
-            f"its size is {given}, not {wanted}. For images of several sizes, set task.in_memory=false and "
-            f"task.crop=resized"
-        )
 
 
 def all_of(count: int) -> Array:
@@ -145,7 +141,16 @@ class Decoded:
 def decode_all(data: str, num_classes: int, workers: int) -> Decoded:
     """Decode images of equal size, once per process."""
     source, account = load(data, num_classes), bad_images(data, num_classes)
-    width, height = size = _first_size(source)
+    image_module = pillow("classification")
+    for index in range(len(source.labels)):  # the size is that of the first image that can be opened
+        try:
+            with source.open(index) as file, image_module.open(file) as image:
+                width, height = size = image.size
+                break
+        except unreadable(image_module):
+            continue  # decoding will report it
+    else:
+        raise GrowpruneError(f"{source.where}: none of the {len(source.labels)} images can be read. Check the files")
     count, cpu = len(source.labels), torch.device("cpu")
     pixels = torch.zeros(count, height, width, 3, dtype=torch.uint8)
     is_good = np.zeros(count, dtype=bool)
@@ -171,15 +176,3 @@ def decode_to(data: str, num_classes: int, workers: int, device: torch.device) -
     """Decode all images and copy them to a device, once."""
     decoded = decode_all(data, num_classes, workers)
     return Decoded(decoded.pixels.to(device), decoded.labels.to(device), decoded.is_good)
-
-
-def _first_size(source: Source) -> tuple[int, int]:
-    """Return the size of the first image that can be opened."""
-    image_module = pillow("classification")
-    for index in range(len(source.labels)):
-        try:
-            with source.open(index) as file, image_module.open(file) as image:
-                return image.size  # type: ignore[no-any-return]
-        except unreadable(image_module):
-            continue  # decoding will report it
-    raise GrowpruneError(f"{source.where}: none of the {len(source.labels)} images can be read. Check the files")

@@ -171,13 +171,6 @@ def _read_packed(data: str, num_classes: int) -> Packed:
         raise GrowpruneError(f"{data} has no array {error.args[0]}. A packed file needs {', '.join(PACKED)}") from error
     except UNREADABLE as error:
         raise GrowpruneError(f"cannot read {data} ({error}). Expected an .npz with {', '.join(PACKED)}") from error
-    _check_packed(data, found)
-    _check_classes(data, len(found["classes"]), num_classes)
-    labels, is_test = found["labels"].astype(np.int64), found["split"] == 1
-    return Packed(data, labels, is_test, found["data"], found["offsets"].astype(np.int64))
-
-
-def _check_packed(data: str, found: dict[str, Array]) -> None:
     for name, array in found.items():
         if array.ndim != 1:
             raise GrowpruneError(f"{data}: {name} must have 1 dimension, got {array.ndim}")
@@ -194,6 +187,9 @@ def _check_packed(data: str, found: dict[str, Array]) -> None:
         raise GrowpruneError(f"{data}: offsets must increase and stay within the {len(found['data'])} bytes of data")
     if wrong := sorted(set(found["split"].tolist()) - {0, 1}):
         raise GrowpruneError(f"{data}: split must be 0 (train) or 1 (test), got {wrong[0]}")
+    _check_classes(data, len(found["classes"]), num_classes)
+    labels, is_test = found["labels"].astype(np.int64), found["split"] == 1
+    return Packed(data, labels, is_test, found["data"], found["offsets"].astype(np.int64))
 
 
 def _check_classes(where: str, found: int, num_classes: int) -> None:

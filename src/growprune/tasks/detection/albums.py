@@ -62,19 +62,16 @@ class Album:
         Args:
             replica: its index and their number. Pictures that other replicas use may be blank.
         """
-        return self._look_up(batches, device) if self._decoded else self._read(batches, device, replica)
-
-    def _look_up(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
-        if device not in self._decoded:
-            pixels, sizes, good = self._decoded[torch.device("cpu")]
-            self._decoded[device] = Pictures(pixels.to(device), sizes.to(device), good)
-        pixels, sizes, good = self._decoded[device]
-        for batch in batches:
-            here = torch.from_numpy(batch)
-            there = here.to(device, non_blocking=True)
-            yield Pictures(pixels[there], sizes[there], good[here])
-
-    def _read(self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int]) -> Iterator[Pictures]:
+        if self._decoded:
+            if device not in self._decoded:
+                pixels, sizes, good = self._decoded[torch.device("cpu")]
+                self._decoded[device] = Pictures(pixels.to(device), sizes.to(device), good)
+            pixels, sizes, good = self._decoded[device]
+            for batch in batches:
+                here = torch.from_numpy(batch)
+                there = here.to(device, non_blocking=True)
+                yield Pictures(pixels[there], sizes[there], good[here])
+            return
         index, count = replica
         wanted = [[(n, place % count == index) for place, n in enumerate(batch.tolist())] for batch in batches]
         loader = decoding(_Decoder(self.scenes), wanted, _collate, workers=self._workers, device=device)

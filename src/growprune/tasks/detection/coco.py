@@ -43,6 +43,11 @@ class Scene:
     """True for a region of many objects, which is ignored in training and in evaluation."""
 
     @property
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """The boxes, labels, areas and crowds."""
+        return self.boxes, self.labels, self.areas, self.crowds
+
+    @property
     def name(self) -> str:
         """Name of the image in messages."""
         return f"{self.path.name} (id {self.image_id})"
@@ -68,38 +73,30 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
         source = find(data, file, layout=LAYOUT)
         categories, splits[name] = read(source, find(data, folder, layout=LAYOUT))
         check_split(len(splits[name]), source, name)
+        if len(categories) != num_classes:
+            raise GrowpruneError(
+                f"{source} has {len(categories)} categories, not {num_classes}. Set task.num_classes={len(categories)}"
+            )
         first = first or categories
-        _compare(categories, first, num_classes, source)
+        if categories != first:
+            identity, text = min(set(categories.items()) ^ set(first.items()))
+            raise GrowpruneError(
+                f"the categories of {source} differ from those of the training split: only one has {text!r} with id "
+                f"{identity}"
+            )
         if not any((~scene.crowds).any() for scene in splits[name]):
             raise GrowpruneError(f"{source} has no boxes of single objects in the {name} split. Add annotations")
     if "test" in splits:
         return {"train": splits["train"], "validation": splits["val"], "test": splits["test"]}
-    train, validation = _draw(splits["train"], num_validation, data)
-    return {"train": train, "validation": validation, "test": splits["val"]}
-
-
-def _compare(categories: dict[int, str], first: dict[int, str], num_classes: int, source: Path) -> None:
-    """Raise if categories differ from those of the training split."""
-    found = len(categories)
-    if found != num_classes:
-        raise GrowpruneError(f"{source} has {found} categories, not {num_classes}. Set task.num_classes={found}")
-    if categories != first:
-        identity, name = min(set(categories.items()) ^ set(first.items()))
+    scenes = splits["train"]
+    if not 0 < num_validation < len(scenes) - 1:
         raise GrowpruneError(
-            f"the categories of {source} differ from those of the training split: only one has {name!r} with id "
-            f"{identity}"
+            f"task.num_validation must leave at least 1 image for validation and 2 for training, got {num_validation} "
+            f"of the {len(scenes)} training images. {data} has no labelled test split"
         )
-
-
-def _draw(scenes: tuple[Scene, ...], number: int, data: str) -> tuple[tuple[Scene, ...], tuple[Scene, ...]]:
-    if not 0 < number < len(scenes) - 1:
-        raise GrowpruneError(
-            f"task.num_validation must leave at least 1 image for validation and 2 for training, got {number} of the "
-            f"{len(scenes)} training images. {data} has no labelled test split"
-        )
-    drawn = set(np.random.default_rng(0).permutation(len(scenes))[:number].tolist())
+    drawn = set(np.random.default_rng(0).permutation(len(scenes))[:num_validation].tolist())
     train = tuple(scene for index, scene in enumerate(scenes) if index not in drawn)
-    return train, tuple(scenes[index] for index in sorted(drawn))
+    return {"train": train, "validation": tuple(scenes[index] for index in sorted(drawn)), "test": splits["val"]}
 
 
 def read(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]:
@@ -120,7 +117,13 @@ def read(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]
             rows[identity].append(_row(record, images[identity], labels))
         except ValueError as error:
             bad.skip(_name("annotation", number, record), error)
-    return categories, tuple(_scene(image, folder, rows[identity]) for identity, image in images.items())
+    scenes = []
+    for identity, image in images.items():
+        table = np.asarray(rows[identity], dtype=np.float64).reshape(-1, 7)
+        columns = table[:, :4], table[:, 4].astype(np.int64), table[:, 5], table[:, 6] > 0
+        path = folder / image["file_name"]
+        scenes.append(Scene(image["id"], path, image["width"], image["height"], *columns))
+    return categories, tuple(scenes)
 
 
 def _parse(source: Path) -> dict[str, list[Any]]:
@@ -192,20 +195,6 @@ def _row(record: Any, image: dict[str, Any], labels: dict[int, int]) -> tuple[fl
     return (*box, labels[category], area if _is_number(area) else width * height, crowd)
 
 
-def _scene(image: dict[str, Any], folder: Path, rows: list[tuple[float, ...]]) -> Scene:
-    table = np.asarray(rows, dtype=np.float64).reshape(-1, 7)
-    return Scene(
-        image_id=image["id"],
-        path=folder / image["file_name"],
-        width=image["width"],
-        height=image["height"],
-        boxes=table[:, :4],
-        labels=table[:, 4].astype(np.int64),
-        areas=table[:, 5],
-        crowds=table[:, 6] > 0,
-    )
-
-
 def targets(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
     """Return the objects of scenes without crowds: corners as fractions of the image (N, M, 4), and labels (N, M)."""
     wanted = [~scene.crowds for scene in scenes]
@@ -252,8 +241,16 @@ def coco_numbers(
         found: for each scene (x, y, width, height in pixels, score, label) of each detection, (n, 6).
     """
     images = [{"id": scene.image_id} for scene in scenes]
-    truth = [row for scene in scenes for row in _truth(scene)]
-    claims = [row for scene, rows in zip(scenes, found, strict=True) for row in _claims(rows, scene.image_id)]
+    truth = [
+        {"image_id": scene.image_id, "bbox": box, "category_id": label, "area": area, "iscrowd": int(crowd)}
+        for scene in scenes
+        for box, label, area, crowd in zip(*(c.tolist() for c in scene.columns), strict=True)
+    ]
+    claims = [
+        {"image_id": scene.image_id, "bbox": box, "score": score, "category_id": int(label), "area": box[2] * box[3]}
+        for scene, rows in zip(scenes, found, strict=True)
+        for *box, score, label in rows.tolist()
+    ]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints
         evaluation = cocoeval()(*(_index(images, rows, num_classes) for rows in (truth, claims)), "bbox")
         evaluation.evaluate()
@@ -266,21 +263,6 @@ def coco_numbers(
 def cocoeval() -> Any:
     """Import COCOeval of pycocotools."""
     return need("pycocotools.cocoeval", "detection", "scoring detections needs pycocotools").COCOeval
-
-
-def _truth(scene: Scene) -> list[dict[str, Any]]:
-    rows = zip(scene.boxes.tolist(), scene.labels.tolist(), scene.areas.tolist(), scene.crowds.tolist(), strict=True)
-    return [
-        {"image_id": scene.image_id, "bbox": box, "category_id": label, "area": area, "iscrowd": int(crowd)}
-        for box, label, area, crowd in rows
-    ]
-
-
-def _claims(rows: npt.NDArray[np.float64], image_id: int) -> list[dict[str, Any]]:
-    return [
-        {"image_id": image_id, "bbox": box, "score": score, "category_id": int(label), "area": box[2] * box[3]}
-        for *box, score, label in rows.tolist()
-    ]
 
 
 def _index(images: list[dict[str, Any]], rows: list[dict[str, Any]], num_classes: int) -> Any:

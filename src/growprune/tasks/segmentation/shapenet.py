@@ -70,40 +70,21 @@ def load(data: str) -> dict[str, Shapes]:
     source = find(data, ".", layout=LAYOUT)
     if (source / NAME / INDEX).is_file():
         source = source / NAME
-    root = _opened(source)
+    root: Root = source
+    if not source.is_dir():
+        try:
+            root = zipfile.Path(source)
+        except (zipfile.BadZipFile, OSError) as error:
+            raise GrowpruneError(
+                f"{source} is not a folder or a valid zip file ({error}). Expected {LAYOUT}"
+            ) from error
+        root = root / NAME if (root / NAME / INDEX).exists() else root
     present = _read_index(data, root)
     lists = {split: _read_list(data, _list_name(split), root) for split in SPLITS}
     names = [INDEX, *map(_list_name, SPLITS), *(_file_name(entry) for split in SPLITS for entry in lists[split])]
     key = cache.key_of(source, names, VERSION)
     if arrays := cache.load_arrays(source, key):
         return {split: Shapes(*(arrays[f"{split}.{k}"] for k in FIELDS)) for split in SPLITS}  # type: ignore[arg-type]
-    shapes, num_bad = _read_all(data, lists, present, root)
-    if not num_bad:  # warn about bad shapes every time
-        cache.save_arrays(source, key, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
-    return shapes
-
-
-def _list_name(split: str) -> str:
-    return f"train_test_split/shuffled_{SPLITS[split]}_file_list.json"
-
-
-def _file_name(entry: str) -> str:
-    return entry.removeprefix("shape_data/") + ".txt"
-
-
-def _opened(source: Path) -> Root:
-    """Return the folder of the benchmark, which may be inside a zip file."""
-    if source.is_dir():
-        return source
-    try:
-        archive = zipfile.Path(source)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise GrowpruneError(f"{source} is not a folder or a valid zip file ({error}). Expected {LAYOUT}") from error
-    return archive / NAME if (archive / NAME / INDEX).exists() else archive
-
-
-def _read_all(data: str, lists: dict[str, list[str]], present: set[str], root: Root) -> tuple[dict[str, Shapes], int]:
-    """Read the three splits, and count the bad training shapes. Bad validation or test shapes raise an error."""
     bad = BadRecords(data, len(lists["train"]))
     shapes = {}
     for split, entries in lists.items():
@@ -118,7 +99,17 @@ def _read_all(data: str, lists: dict[str, list[str]], present: set[str], root: R
                     ) from error
                 bad.skip(entry, error)
         shapes[split] = together(read_shapes)
-    return shapes, bad.count
+    if not bad.count:  # warn about bad shapes every time
+        cache.save_arrays(source, key, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
+    return shapes
+
+
+def _list_name(split: str) -> str:
+    return f"train_test_split/shuffled_{SPLITS[split]}_file_list.json"
+
+
+def _file_name(entry: str) -> str:
+    return entry.removeprefix("shape_data/") + ".txt"
 
 
 def _read_index(data: str, root: Root) -> set[str]:
@@ -167,8 +158,18 @@ def _read_shape(entry: str, present: set[str], root: Root) -> tuple[NDArray[np.f
         raise GrowpruneError(f"{file} does not exist") from error
     except UNREADABLE as error:
         raise GrowpruneError(f"cannot read {file} ({error})") from error
-    category = list(SYNSETS).index(synset)
-    return _checked(parse(text), category), category
+    matrix, category = parse(text), list(SYNSETS).index(synset)
+    parts = parts_by_category()[category]
+    rows = ~np.isfinite(matrix).all(1)
+    if rows.any():
+        raise GrowpruneError(f"point {rows.argmax() + 1} has a non-finite value")
+    rows = ~np.isin(matrix[:, 6], parts)
+    if rows.any():
+        raise GrowpruneError(
+            f"labels of category {SYNSETS[synset][0]} must be {parts.start} to {parts.stop - 1}, "
+            f"got {matrix[rows.argmax(), 6]:g} for point {rows.argmax() + 1}"
+        )
+    return matrix, category
 
 
 def parse(text: str) -> NDArray[np.float32]:
@@ -196,21 +197,6 @@ def _first_bad(lines: list[str]) -> str:
             except ValueError:
                 return f"line {number} has {word!r}, which is not a number"
     return "it cannot be read as numbers"
-
-
-def _checked(matrix: NDArray[np.float32], category: int) -> NDArray[np.float32]:
-    parts = parts_by_category()[category]
-    rows = ~np.isfinite(matrix).all(1)
-    if rows.any():
-        raise GrowpruneError(f"point {rows.argmax() + 1} has a non-finite value")
-    rows = ~np.isin(matrix[:, 6], parts)
-    if rows.any():
-        name = list(SYNSETS.values())[category][0]
-        raise GrowpruneError(
-            f"labels of category {name} must be {parts.start} to {parts.stop - 1}, "
-            f"got {matrix[rows.argmax(), 6]:g} for point {rows.argmax() + 1}"
-        )
-    return matrix
 
 
 def together(shapes: list[tuple[NDArray[np.float32], int]]) -> Shapes:

@@ -71,17 +71,14 @@ def find_pair(data: str, split: str, source: str, target: str) -> tuple[Path, Pa
 
 def _read(paths: tuple[Path, Path]) -> list[tuple[bytes, bytes]]:
     # Only a newline ends a line: str.splitlines would also split at other characters.
-    source, target = (_lines(path.read_bytes().removeprefix(codecs.BOM_UTF8)) for path in paths)
+    texts = (path.read_bytes().removeprefix(codecs.BOM_UTF8) for path in paths)
+    source, target = (text.removesuffix(b"\n").split(b"\n") if text else [] for text in texts)
     if len(source) != len(target):
         raise GrowpruneError(
             f"{paths[0]} has {len(source)} lines but {paths[1]} has {len(target)}. Line n of one must be the "
             f"translation of line n of the other"
         )
     return list(zip(source, target, strict=True))
-
-
-def _lines(content: bytes) -> list[bytes]:
-    return content.removesuffix(b"\n").split(b"\n") if content else []
 
 
 def _sentence(path: Path, line: bytes) -> str:
@@ -114,7 +111,17 @@ def load_training(data: str, source: str, target: str, vocab_size: int, max_leng
     lines = read_training(data, source, target)
     pairs = _encode(load_pieces(data, source, target, vocab_size), lines)
     read_training.cache_clear()  # free the text, which can be large
-    return Batches(_without_long(pairs, max_length, data), max_tokens)
+    source_lengths, target_lengths = pairs.lengths()
+    kept = ((source_lengths <= max_length) & (target_lengths <= max_length)).nonzero()[:, 0]
+    num_long = len(pairs) - len(kept)
+    if not len(kept):
+        raise GrowpruneError(
+            f"{data}: all {num_long} training pairs have more than {max_length} tokens. Increase max_length"
+        )
+    if num_long:
+        warn(f"{data}: skipped {num_long} of {len(pairs)} training pairs with more than {max_length} tokens")
+        pairs = Pairs(pairs.source.subset(kept), pairs.target.subset(kept))
+    return Batches(pairs, max_tokens)
 
 
 @functools.cache
@@ -126,19 +133,5 @@ def load_split(data: str, source: str, target: str, vocab_size: int, split: Spli
 
 def _encode(pieces: Pieces, lines: Lines) -> Pairs:
     source, target = lines
-    return Pairs(
-        Sentences.of(*pieces.encode(source, is_target=False)), Sentences.of(*pieces.encode(target, is_target=True))
-    )
-
-
-def _without_long(pairs: Pairs, max_length: int, data: str) -> Pairs:
-    source, target = pairs.lengths()
-    kept = ((source <= max_length) & (target <= max_length)).nonzero()[:, 0]
-    num_long = len(pairs) - len(kept)
-    if not len(kept):
-        raise GrowpruneError(
-            f"{data}: all {num_long} training pairs have more than {max_length} tokens. Increase max_length"
-        )
-    if num_long:
-        warn(f"{data}: skipped {num_long} of {len(pairs)} training pairs with more than {max_length} tokens")
-    return Pairs(pairs.source.subset(kept), pairs.target.subset(kept))
+    sides = pieces.encode(source, is_target=False), pieces.encode(target, is_target=True)
+    return Pairs(*(Sentences.of(*side) for side in sides))
