@@ -78,16 +78,6 @@ def test_what_a_run_came_to_stays_and_fits_the_screen() -> None:
     assert rest == ["  epoch 12  loss 0.2500  validation accuracy 97.25  density 0.1000  lr 0.5"]
 
 
-def test_branches_of_other_processes_have_bars_until_their_fork_is_over() -> None:
-    drawing = Drawing("run", err(), clock=lambda: 0.0)
-    other = event("phase", edits="grow S2", iterations=8) | {"rank": 1, "branch": 2}
-    drawing.listen(other)
-    drawing.listen({"event": "epoch", "rank": 1, "branch": 2, "done": 4})
-    assert drawn(drawing)[-1].startswith("  branch 2 (rank 1): grow S2   ━")
-    drawing.listen(event("phase", 50, edits="train", density=0.1, iterations=8))
-    assert not any("branch 2" in line for line in drawn(drawing))
-
-
 def test_the_work_of_a_process_is_the_main_line_and_its_own_branches() -> None:
     recipe = parallel()  # 2 steps of 3 branches of an epoch, 3 epochs of fine-tuning; 4 iterations an epoch
     schedule = list(walk(recipe.plan(recipe.task.build_model())))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import Toy, cyclic, parallel, plain
+from toy import Toy, cyclic, plain
 
 from growprune import engine, methods
 from growprune.engine.cost import estimate
@@ -97,21 +96,6 @@ def test_a_dense_model_that_only_gave_its_gradients_counts_in_the_peak(tmp_path:
 
     result = engine.train(short(plain(), method(snip)), tmp_path / "run")
     assert (result["peak_alive"], result["average_alive"]) == (400, 80.0)
-
-
-@pytest.mark.parametrize("make", [cyclic, parallel])
-def test_stopping_again_and_again_changes_no_figure(make: Any, tmp_path: Path) -> None:
-    expected = figures(engine.train(make(), tmp_path / "undisturbed"))
-    folder, lives = tmp_path / "stopped", 0
-    while not (folder / "result.json").exists():
-        countdown = iter([False] * (lives % 5) + [True])
-        start = engine.resume if (folder / "recipe.json").exists() else engine.train
-        try:
-            start(make(), folder, should_stop=lambda it=countdown: next(it, True))
-        except engine.Interrupted:
-            lives += 1
-    assert lives > 3
-    assert figures(json.loads((folder / "result.json").read_text())) == expected
 
 
 def test_the_branches_of_a_fork_add_up(tmp_path: Path) -> None:

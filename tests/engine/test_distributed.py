@@ -29,8 +29,6 @@ from toy import Toy, continuing, parallel, plain
 import growprune as gp
 from growprune import engine, methods
 from growprune.engine.batches import split
-from growprune.engine.events import OtherLogs
-from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition import contiguous
@@ -249,21 +247,6 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
     assert len(said) == 1
     assert "cannot connect to 127.0.0.1" in said[0]
     assert "Use a free port" in said[0]
-
-
-def test_the_first_process_sees_how_far_the_others_are(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    RunFolder(tmp_path, 2).append({"event": "epoch", "branch": 1, "epoch": 1})
-    others = OtherLogs({rank: RunFolder(folder.path, rank).log for rank in (1, 2)})
-    RunFolder(tmp_path, 1).append({"event": "epoch", "branch": 0, "epoch": 4})
-    RunFolder(tmp_path, 2).append({"event": "epoch", "branch": 1, "epoch": 2})
-    with RunFolder(tmp_path, 2).log.open("a") as log:
-        log.write('{"event": "ep')  # being written
-    assert [(event["rank"], event["epoch"]) for event in others.news()] == [(1, 4), (2, 2)]
-    with RunFolder(tmp_path, 2).log.open("a") as log:
-        log.write('och", "epoch": 3}\n')
-    assert [(event["rank"], event["epoch"]) for event in others.news()] == [(2, 3)]
-    assert list(others.news()) == []
 
 
 def test_branches_may_have_replicas_too(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from toy import cyclic, parallel
 from growprune import SparseModel, engine, methods
 from growprune.engine.accounting import Exploration, pack_masks
 from growprune.engine.folder import RunFolder
-from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.plan import Branch, Fork, Parts, Phase, Stage, grow, method, prune, walk
 
@@ -90,22 +89,6 @@ def test_masks_are_packed_one_after_the_other_whatever_the_storage() -> None:
         packed.append(pack_masks(sparse))
         assert sum(byte.bit_count() for byte in packed[-1].tolist()) == sparse.num_alive == 14 + 6
     assert torch.equal(*packed)
-
-
-@pytest.mark.parametrize("recipe", [cyclic(), parallel()], ids=["cyclic", "parallel"])
-def test_a_run_that_was_stopped_again_and_again_has_explored_the_same(recipe: Recipe, tmp_path: Path) -> None:
-    whole = engine.train(recipe, tmp_path / "whole")
-    start, count = engine.train, 0
-    while True:
-        asked = iter([False] * 3 + [True] * 100)  # three more iterations each time
-        try:
-            resumed = start(recipe, tmp_path / "cut", should_stop=lambda asked=asked: next(asked))
-            break
-        except engine.Interrupted:
-            start, count = engine.resume, count + 1
-    assert count >= 5
-    assert figures(resumed) == figures(whole)
-    assert all(row["explored"] is not None for row in figures(whole))
 
 
 def test_it_can_be_switched_off_and_then_nothing_is_kept_of_it(tmp_path: Path) -> None:

@@ -67,7 +67,11 @@ def outcome(folder: Path) -> tuple[bytes, bytes, Any]:
     tensors: dict[str, torch.Tensor] = {}
     nest = checkpoint.encode({k: v for k, v in state[1].items() if k != "seconds"}, tensors)
     bits = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-    return result.model.read_bytes(), result.best.read_bytes(), (nest, bits)
+    found = result.read_result() if result.result.exists() else {}
+    told = {
+        name: found.get(name) for name in ("history", "best", "test", "training_flops", "average_alive", "peak_alive")
+    }
+    return result.model.read_bytes(), result.best.read_bytes(), (nest, bits, told)
 
 
 def wait_for_progress(log: Path, lines: int, process: Any) -> None:

@@ -55,8 +55,7 @@ def _show_line(title: str, event: Event) -> None:
             say = f"resumed from checkpoint {event['number']}"
         case _:
             return
-    who = [title, f"rank {event['rank']}, branch {event['branch']}" if "rank" in event else ""]
-    err().print(": ".join(filter(None, [*who, say])), markup=False, highlight=False, soft_wrap=True)
+    err().print(f"{title}: {say}" if title else say, markup=False, highlight=False, soft_wrap=True)
 
 
 class Drawing:
@@ -75,13 +74,9 @@ class Drawing:
         """Time of the first event with an iteration, and the iterations of the run that were done by then."""
         self._phase, self._remark = "", ""
         self._figures: dict[str, str] = {}
-        self._others: dict[int, tuple[str, Bar]] = {}
         self._is_finished = False
 
     def listen(self, event: Event) -> None:
-        if "rank" in event:
-            self._hear_of_other(event)
-            return
         if "run_done" in event:
             self._run = event["run_done"], event["run_iterations"]
             self._first = self._first or (self._clock(), event["run_done"])
@@ -97,7 +92,7 @@ class Drawing:
             case "resumed":
                 self._remark = f"resumed from checkpoint {event['number']}"
             case "interrupted" | "failed" | "finished":
-                self._remark, self._others = event["event"], {}
+                self._remark = event["event"]
                 self._is_finished = event["event"] == "finished"
 
     def _begin_phase(self, event: Event) -> None:
@@ -105,17 +100,6 @@ class Drawing:
         self._phase = f"phase {event['index'] + 1} of {event['last'] + 1}{branch}: {event['edits']}"
         self._figures |= _figures(event)
         self._remark = ""
-        if event["branch"] is None:  # no fork, or the fork is over
-            self._others = {}
-
-    def _hear_of_other(self, event: Event) -> None:
-        """Handle an event of a branch that another process trains."""
-        if event["event"] == "phase":
-            title = f"branch {event['branch']} (rank {event['rank']}): {event['edits']}"
-            self._others[event["rank"]] = title, (0, event["iterations"] or 1)
-        elif event["event"] == "epoch" and event["rank"] in self._others:
-            title, (_, total) = self._others[event["rank"]]
-            self._others[event["rank"]] = title, (event["done"], total)
 
     def draw(self) -> RenderableType:
         if self._is_finished:
@@ -125,7 +109,6 @@ class Drawing:
         if self._phase and not self._is_finished:
             lines.append(_indented(f"{self._phase}   {self._remark}".rstrip()))
         lines += [_indented(figures)] if figures else []
-        lines += [BarRow(f"  {title}", bar, "") for title, bar in self._others.values()]
         return Group(*lines)
 
     def _time(self) -> str:

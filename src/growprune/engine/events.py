@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from growprune.engine.mesh import PeerFailed
 from growprune.engine.trainer import TrainingDiverged
 from growprune.errors import GrowpruneError, shorten
-from growprune.files.atomic import plain_file
 from growprune.plan import ScheduledPhase
 
 if TYPE_CHECKING:
@@ -79,30 +76,3 @@ def last_line(error: BaseException) -> str:
     says_all = isinstance(error, GrowpruneError | TrainingDiverged | PeerFailed)
     text = str(error) if says_all else traceback.format_exception_only(error)[-1]
     return shorten(" ".join(text.split()), 1000)
-
-
-class OtherLogs:
-    """New events in the logs of other processes of a run.
-
-    Args:
-        logs: the log of each process, by rank.
-    """
-
-    def __init__(self, logs: Mapping[int, Path]) -> None:
-        self._read = {rank: (log, log.stat().st_size if log.exists() else 0) for rank, log in logs.items()}
-
-    def news(self) -> Iterator[Event]:
-        """The new events, each with the rank that logged it."""
-        for rank, (log, start) in self._read.items():
-            new = b""
-            with (
-                contextlib.suppress(FileNotFoundError),
-                plain_file(log).open("rb") as lines,
-            ):  # it has nothing to say yet
-                lines.seek(start)
-                new = lines.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            self._read[rank] = log, start + len(whole)
-            for line in whole.splitlines():
-                with contextlib.suppress(ValueError, RecursionError, TypeError):  # a line that a kill cut short
-                    yield {**json.loads(line), "rank": rank}

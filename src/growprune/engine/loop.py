@@ -24,7 +24,7 @@ from growprune.engine.building import about_weights, build, shard
 from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.evaluation import Best, Evaluation
-from growprune.engine.events import Event, Events, OtherLogs, Timer
+from growprune.engine.events import Event, Events, Timer
 from growprune.engine.folder import RunFolder
 from growprune.engine.forks import Place, returned_by
 from growprune.engine.mesh import Mesh, ask_first, is_restart_of, join, may_be_restarted, wait_for_all
@@ -41,8 +41,8 @@ from growprune.runs.metric import Metric
 from growprune.runs.result import Result
 from growprune.sparse.summary import summarise
 
-SHOW_SECONDS, LOOK_SECONDS = 0.2, 1.0
-"""Seconds between updates of the display, and between reads of the logs of other processes."""
+SHOW_SECONDS = 0.2
+"""Seconds between updates of the display."""
 
 
 class Interrupted(Exception):
@@ -193,12 +193,8 @@ class Run:
 
             listeners.append(Logs(recipe.log, folder.path))
         self.events = Events(folder, listeners, len(self.schedule) - 1)
-        heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
-        self.others = OtherLogs({rank: RunFolder(folder.path, rank).log for rank in heads})
         self.checkpoints = Checkpoints(folder)
-        self.save_timer, self.show_timer, self.look_timer = map(
-            Timer, (recipe.checkpoint_seconds, SHOW_SECONDS, LOOK_SECONDS)
-        )
+        self.save_timer, self.show_timer = Timer(recipe.checkpoint_seconds), Timer(SHOW_SECONDS)
         self.save_timer.put_off()
         # 5) where the plan ends
         trained = [scheduled for scheduled in self.schedule if scheduled.phase.is_trained]
@@ -323,9 +319,6 @@ class Run:
             self.show_timer.put_off()
             done = {"iteration": self.place.done, "iterations": self.place.length, **self._progress(scheduled)}
             self.events.show("iteration", scheduled, **done, lr=self.training.lr, loss=self.training.shown_loss())
-        if self.look_timer.is_due:
-            self.look_timer.put_off()
-            self._show_others()
 
     def _end_epoch(self, scheduled: ScheduledPhase, epoch: int, is_last: bool) -> None:
         """Evaluate the model, keep it if it is the best, and write a row of the history."""
@@ -369,7 +362,6 @@ class Run:
             self._save(scheduled)
             returned |= returned_by(scheduled, self.schedule, self.sparse)
         self.mesh.barrier(f"waiting for the branches of stage {stage}")
-        self._show_others()
         before = self.mesh.bytes_received
         parts = [scheduled.returns.tensors for scheduled in branches if scheduled.returns is not None]
         merged = base | self.mesh.combine(returned, parts, base)
@@ -454,12 +446,6 @@ class Run:
 
     def _density(self, alive: int) -> float:
         return alive / max(1, self.sparse.num_prunable)
-
-    def _show_others(self) -> None:
-        """Show the progress of the other branches of a fork. Only rank 0 prints."""
-        for event in self.others.news():
-            if event.get("branch") is not None:
-                self.events.show(**event)
 
     def _clock(self) -> None:
         now = time.monotonic()

@@ -65,6 +65,8 @@ class Logs:
         row = self._rows.take(event)
         if row is not None or (event["event"] in ENDS and self._rows.is_stale):
             self._write(self._rows, row)
+        if event["event"] == "combined":  # branches that other processes have trained are in their logs
+            self._rows = None
         if event["event"] in ENDS:
             for writer in self._writers:
                 writer.close()
