@@ -200,7 +200,7 @@ def test_a_checkpoint_is_loaded_to_where_torch_would_keep_the_state_of_an_optimi
     group = {"params": ["weight", "bias"], "lr": 0.1, "fused": is_fused}
     about = {"like": ["exp_avg"], "own": {"step": [[], "float32"], "row": [[8], "float32"]}, "plain": {}}
     index = {"kind": "AdamW", "groups": [group], "states": {"weight": about, "bias": about}}
-    prepare_optimizer(Path("unused"), sparse, optimizer, index)
+    prepare_optimizer(sparse, optimizer, index)
     found = {key: entry.device.type for key, entry in optimizer.state[model.weight].items()}
     assert found == {"exp_avg": "meta", "step": "meta" if is_fused else "cpu", "row": "meta"}
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_without_its_index_is_refused(on_two: Run, tmp_path: Path) 
     for lines in on_two(cut_short, str(tmp_path)):
         assert lines == [
             "DIR/1 already has a checkpoint: use a new folder, such as state-{iteration}",
-            "DIR/2 has no growprune.json, so its checkpoint is incomplete: resume from a complete checkpoint "
+            "DIR/2 has no growprune.json, because its checkpoint is incomplete: resume from a complete checkpoint "
             "(gp.newest_sharded_checkpoint finds it)",
             "DIR/none has no growprune.json, because the folder does not exist: resume from a complete checkpoint "
             "(gp.newest_sharded_checkpoint finds it)",
@@ -252,6 +252,30 @@ def test_a_checkpoint_of_another_version_is_refused(version: int | None, tmp_pat
     sparse = gp.SparseModel(torch.nn.Linear(4, 4), sparsity=0.5)
     with pytest.raises(gp.GrowpruneError, match=f"has version {version}, this growprune reads 2"):
         gp.load_sharded_checkpoint(tmp_path, sparse)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "groups", "plan", "no plan", "index"])
+def test_a_checkpoint_that_is_refused_changes_nothing(what: str, tmp_path: Path) -> None:
+    cursor, optimizer = averaging()
+    average_on(cursor, optimizer, 6)
+    saved = None if what == "no plan" else cursor
+    gp.save_sharded_checkpoint(tmp_path / "six", cursor.sparse, optimizer, cursor=saved)
+    if what == "index":
+        index = tmp_path / "six" / "growprune.json"
+        index.write_text(index.read_text()[:-20])
+    again, other = averaging()
+    if what == "plan":
+        plan = methods.snfs(Partition.contiguous(again.sparse.model, 1), sparsity=0.5, iterations=15, every=5)
+        again = gp.Cursor(again.sparse, plan)
+    elif what == "optimizer":
+        other = torch.optim.Adam(again.sparse.model.parameters())
+    elif what == "groups":
+        other = torch.optim.SGD([{"params": [p]} for p in again.sparse.model.parameters()], lr=0.1, momentum=0.9)
+    before = weights_of(again.sparse)
+    with pytest.raises(gp.GrowpruneError, match=rf"^{tmp_path / 'six'}[^\n]*$"):
+        gp.load_sharded_checkpoint(tmp_path / "six", again.sparse, other, cursor=again)
+    assert_same(weights_of(again.sparse), before, tolerance=0)
+    assert not other.state
 
 
 # The page

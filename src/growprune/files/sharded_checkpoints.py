@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError
+from growprune.files import json_file
 from growprune.files.atomic import replacing
 from growprune.masks.bits import pack
 from growprune.sharding.parameter import ShardedCompact
@@ -76,7 +77,7 @@ def save_sharded_checkpoint(
         "averages": list(averages),
         "optimizer": None if optimizer is None else _optimizer_index(sparse, optimizer),
     }
-    text = json.dumps(index)
+    text = json.dumps(index)  # before anything is written: settings of an optimizer may be no JSON
     with _quiet():
         state_dict_saver.save(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
     if not _is_distributed() or distributed.get_rank() == 0:
@@ -105,9 +106,13 @@ def load_sharded_checkpoint(
     """
     folder = Path(folder)
     sparse.notice_shards()
-    index = read_index(folder)
+    index = _read_index(folder)
     if differing := sorted(set(index["alive"]) ^ set(sparse.stored)):
         raise GrowpruneError(f"{folder} belongs to another model: only one of the two has {differing[0]}")
+    if optimizer is not None and index["optimizer"] is not None:
+        _check_optimizer(folder, sparse, optimizer, index["optimizer"])
+    if cursor is not None and (index["cursor"] is None or not cursor.is_place(index["cursor"])):
+        raise GrowpruneError(f"{folder} has no state of this plan: pass the cursor of the plan that it was saved with")
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
     }
@@ -121,7 +126,7 @@ def load_sharded_checkpoint(
     sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **made})
     tensors = _model(sparse)
     if optimizer is not None and index["optimizer"] is not None:
-        prepare_optimizer(folder, sparse, optimizer, index["optimizer"])
+        prepare_optimizer(sparse, optimizer, index["optimizer"])
         tensors |= _optimizer_tensors(sparse, optimizer)
     watched = {}
     for key in index["watched"]:
@@ -142,17 +147,13 @@ def newest_sharded_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return max(found, key=lambda path: (path / INDEX).stat().st_mtime_ns, default=None)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def _read_index(folder: Path) -> dict[str, Any]:
     """Read the index of a checkpoint."""
-    path = folder / INDEX
+    path, remedy = folder / INDEX, "resume from a complete checkpoint (gp.newest_sharded_checkpoint finds it)"
     if not path.is_file():
-        is_cut_short = folder.is_dir()
-        raise GrowpruneError(
-            f"{folder} has no {INDEX}, "
-            + ("so its checkpoint is incomplete" if is_cut_short else "because the folder does not exist")
-            + ": resume from a complete checkpoint (gp.newest_sharded_checkpoint finds it)"
-        )
-    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        why = "its checkpoint is incomplete" if folder.is_dir() else "the folder does not exist"
+        raise GrowpruneError(f"{folder} has no {INDEX}, because {why}: {remedy}")
+    index = json_file.read(path, {"format": str}, remedy)
     if index.get("format") != "growprune-state" or index.get("version") != VERSION:
         found = f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}"
         raise GrowpruneError(f"{found}: train again, or update growprune")
@@ -222,17 +223,20 @@ def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any
     return {"kind": type(optimizer).__name__, "groups": groups, "states": states}
 
 
-def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
-    """Restore an optimizer's settings, and allocate its state to be filled."""
+def _check_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
     if index["kind"] != type(optimizer).__name__:
         raise GrowpruneError(
             f"{folder} has the state of {index['kind']}, but the optimizer is {type(optimizer).__name__}: resume with "
             f"the same optimizer"
         )
-    names, parameters = _names(sparse), dict(sparse.model.named_parameters())
+    names = _names(sparse)
     mine = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
     if mine != [group["params"] for group in index["groups"]]:
         raise GrowpruneError(f"{folder} has other parameter groups than the optimizer: resume with the same groups")
+
+
+def prepare_optimizer(sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
+    """Restore an optimizer's settings, and allocate its state to be filled."""
     for group, saved in zip(optimizer.param_groups, index["groups"], strict=True):
         for key, value in saved.items():  # JSON has lists for tuples and numbers for tensors
             now = group.get(key)
@@ -242,6 +246,7 @@ def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, i
                 group[key] = tuple(value) if isinstance(value, list) else value
     on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     counting = {id(parameter) for group in on_device for parameter in group["params"]}
+    parameters = dict(sparse.model.named_parameters())
     optimizer.state.clear()
     for name, about in index["states"].items():
         parameter = parameters[name]
