@@ -409,7 +409,7 @@ def test_only_the_process_that_writes_copies_the_model(
     if not is_first:
         (tmp_path / "result.json").write_text("{}")
         monkeypatch.setattr(engine.RunFolder, "read_result", lambda self: {})
-    engine.Run(replace(cyclic(), checkpoint_seconds=0.0), engine.RunFolder(tmp_path)).execute()
+    engine.Run(replace(cyclic(), checkpoint_seconds=0.0), engine.RunFolder(tmp_path), {}).execute()
     assert len(copies) > 20 if is_first else not copies
 
 

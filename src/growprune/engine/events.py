@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,20 +17,6 @@ if TYPE_CHECKING:
 
 Event: TypeAlias = dict[str, Any]
 Listener: TypeAlias = Callable[[Event], None]
-
-
-class Timer:
-    """`is_due` becomes True some seconds after `put_off`, and is True at first."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._due = seconds, 0.0
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def put_off(self) -> None:
-        self._due = time.monotonic() + self._seconds
 
 
 class Events:

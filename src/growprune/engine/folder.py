@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
+import hashlib
 import json
 import os
 import shlex
@@ -21,8 +21,7 @@ from growprune.errors import GrowpruneError
 from growprune.files import atomic, json_file
 from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
-from growprune.plan.folding import fold
-from growprune.plan.phases import onward
+from growprune.plan.folding import Row, fold
 from growprune.runs.reading import FORMAT, origin_of, read_recipe
 from growprune.runs.result import SCORE, Result
 
@@ -141,18 +140,6 @@ class RunFolder:
         """How to find the recipe again."""
         return origin_of(self.read_recipe())
 
-    def portable_origin(self) -> dict[str, Any]:
-        """How to find the recipe again on any machine, without the paths of this one."""
-        try:
-            origin = self.read_origin()
-        except GrowpruneError:  # a result without its origin is better than no result
-            return {}
-        path, colon, function = str(origin.get("source") or "").rpartition(":")
-        named = {"source": f"{Path(path).name}:{function}"} if colon else {}
-        settings = {name: value for name, value in (origin.get("settings") or {}).items() if name != "task.data"}
-        settings |= {"weights": Path(settings["weights"]).name} if "weights" in settings else {}
-        return origin | named | ({"settings": settings} if "settings" in origin else {})
-
     def how_to_resume(self) -> str:
         """The command that resumes the run, or the Python call for a run that was started from Python."""
         if self.read_origin().get("source"):
@@ -212,6 +199,15 @@ class RunFolder:
             raise OSError(f"cannot write to {self.log}: {error}") from error
 
 
+def portable(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """How to find a recipe again on any machine, without the paths of this one."""
+    path, colon, function = str(origin.get("source") or "").rpartition(":")
+    named = {"source": f"{Path(path).name}:{function}"} if colon else {}
+    settings = {name: value for name, value in (origin.get("settings") or {}).items() if name != "task.data"}
+    settings |= {"weights": Path(settings["weights"]).name} if "weights" in settings else {}
+    return {**origin, **named} | ({"settings": settings} if "settings" in origin else {})
+
+
 def phases_of(plan: Plan) -> list[dict[str, Any]]:
     """The phases of a plan as plan.json stores them."""
     return [row.to_dict() for row in fold(walk(plan))]
@@ -219,7 +215,8 @@ def phases_of(plan: Plan) -> list[dict[str, Any]]:
 
 def digest_of(plan: Plan) -> str:
     """Digest of all phases of a plan. It differs for plans that look alike when folded."""
-    return functools.reduce(onward, walk(plan), "")
+    phases = [Row((scheduled,)).to_dict() for scheduled in walk(plan)]
+    return hashlib.sha256(json.dumps(phases).encode()).hexdigest()
 
 
 def parts_of(plan: Plan) -> dict[str, list[str]]:

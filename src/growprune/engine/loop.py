@@ -24,8 +24,8 @@ from growprune.engine.building import about_weights, build, shard
 from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.evaluation import Best, Evaluation
-from growprune.engine.events import Event, Events, Timer
-from growprune.engine.folder import RunFolder
+from growprune.engine.events import Event, Events
+from growprune.engine.folder import RunFolder, portable
 from growprune.engine.forks import Place, returned_by
 from growprune.engine.mesh import Mesh, ask_first, is_restart_of, join, may_be_restarted, wait_for_all
 from growprune.engine.optim import require
@@ -43,6 +43,20 @@ from growprune.sparse.summary import summarise
 
 SHOW_SECONDS = 0.2
 """Seconds between updates of the display."""
+
+
+class Timer:
+    """`is_due` becomes True some seconds after `put_off`, and is True at first."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._due = seconds, 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def put_off(self) -> None:
+        self._due = time.monotonic() + self._seconds
 
 
 class Interrupted(Exception):
@@ -72,14 +86,14 @@ def train(
             Events(folder, [on_event], 0).warn(said)
         return resume(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
     folder.check_free(recipe)
-    run = Run(recipe, folder, on_event, should_stop)  # one that cannot run leaves no folder
+    run = Run(recipe, folder, origin or {}, on_event, should_stop)  # one that cannot run leaves no folder
     run.mesh.barrier("starting")
     if run.mesh.is_first:
         folder.make()
     with folder.locked():
         if run.mesh.is_first:
             folder.check_free(recipe)
-            folder.write_recipe(recipe, origin or {})
+            folder.write_recipe(recipe, run.origin)
             folder.write_plan(run.plan)
             folder.store_files(run.files)
         run.check_processes_agree()
@@ -112,12 +126,12 @@ def resume(
             check_same_result(folder, recipe, result)
             folder.check_model(result)
             return result
-        run = Run(recipe, folder, on_event, should_stop)
+        run = Run(recipe, folder, folder.read_origin() if origin is None else origin, on_event, should_stop)
         check_same_plan(folder, run.plan)
         folder.store_files(run.files)
         run.mesh.barrier("resuming")
         if run.mesh.is_first:
-            folder.write_recipe(recipe, folder.read_origin() if origin is None else origin)
+            folder.write_recipe(recipe, run.origin)
             folder.write_plan(run.plan)
         run.check_processes_agree()
         found = checkpoint.load_newest(folder.checkpoints, run.events.warn)
@@ -155,11 +169,12 @@ class Run:
         self,
         recipe: Recipe,
         folder: RunFolder,
+        origin: dict[str, Any],
         on_event: Callable[[Event], None] = lambda event: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.recipe, self.folder, self.task = recipe, folder, recipe.task
-        self.should_stop = should_stop
+        self.origin, self.should_stop = origin, should_stop
         # 1) the model and its plan
         self.device = choose_device(recipe.device)
         self.weights = about_weights(recipe)
@@ -267,7 +282,7 @@ class Run:
             self._enter(scheduled)
         start, length = self.training.spans[scheduled.index].start, self.place.length
         for done in range(self.place.done, length):
-            self._between_iterations(scheduled)
+            self._between_iterations(scheduled, done)
             self.training.iterate(scheduled, done)
             self.num_trained += 1
             self.state.accounting.count(self.training.num_examples)
@@ -305,7 +320,7 @@ class Run:
             phase |= {"density": self._density(alive), **self._progress(scheduled), **state.exploration.figures}
             self.events.log_event("phase", scheduled, **phase)
 
-    def _between_iterations(self, scheduled: ScheduledPhase) -> None:
+    def _between_iterations(self, scheduled: ScheduledPhase, done: int) -> None:
         """Stop, save a checkpoint, and show progress, where each is due."""
         if not self.num_trained:  # a process that is stopped again and again gets on nevertheless
             return
@@ -317,8 +332,8 @@ class Run:
             self._save(scheduled)
         if self.show_timer.is_due:
             self.show_timer.put_off()
-            done = {"iteration": self.place.done, "iterations": self.place.length, **self._progress(scheduled)}
-            self.events.show("iteration", scheduled, **done, lr=self.training.lr, loss=self.training.shown_loss())
+            at = {"iteration": done, "iterations": self.place.length, **self._progress(scheduled)}
+            self.events.show("iteration", scheduled, **at, lr=self.training.lr, loss=self.training.shown_loss())
 
     def _end_epoch(self, scheduled: ScheduledPhase, epoch: int, is_last: bool) -> None:
         """Evaluate the model, keep it if it is the best, and write a row of the history."""
@@ -402,7 +417,7 @@ class Run:
             write_file(self.sparse, self.folder.model)
             result = Result(
                 recipe=describe(self.recipe),
-                origin=self.folder.portable_origin(),
+                origin=portable(self.origin),
                 seed=self.recipe.seed,
                 metric=self.task.metric,
                 lower_is_better=self.task.lower_is_better,

@@ -20,8 +20,9 @@ class Writer:
         self._rows = [*rows]
         columns = [*dict.fromkeys(name for row in self._rows for name in row.figures)]
         text = io.StringIO()
-        lines = [columns, *([row.figures.get(name) for name in columns] for row in self._rows)]
-        csv.writer(text, lineterminator="\n").writerows(lines)
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.figures for row in self._rows)
         with replacing(self._path) as file:
             file.write(text.getvalue().encode())
 
