@@ -132,6 +132,8 @@ TAMPERED: dict[str, tuple[Change, str]] = {
     "a shape of very many dimensions": (entry(shape=[2**62] * 100_000), "more than 64 dimensions"),
     "matrices beyond the end": (entry(matrices=[[0, 4]]), "matrices of weight"),
     "other matrices": (entry(matrices=[[0, 1], [1, 3]]), "matrices in weight"),
+    "no target": (entry("target"), "target"),
+    "a target of two": (entry(target=2.0), "target of 2.0"),
     "more alive than there are weights": (entry(nnz=13), "13 live weights of 12"),
     "an alias of nothing": (settings_of(aliases={"a": "b"}), "a as another name of b"),
     "a value too few": (tensor("weight.values", torch.ones(2)), r"weight\.values .*\[2\].*\[3\]"),

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import growprune as gp
 from growprune import By, Partition, methods
+from growprune.files import writer
 from growprune.files.sharded_checkpoints import prepare_optimizer
 
 
@@ -87,9 +88,21 @@ def unwritable(mesh: DeviceMesh, folder: str) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_are_told_that_a_file_could_not_be_written(on_two: Run, tmp_path: Path) -> None:
-    first, second = on_two(unwritable, str(tmp_path))
-    assert "cannot write" in first
+def damaged(mesh: DeviceMesh, folder: str) -> str:
+    sparse = make()
+    sparse.shard(mesh)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(gp.GrowpruneError) as caught:
+        patch.setattr(writer, "crc32", lambda tensor: 0)  # the file that was written is not as its manifest says
+        gp.save(sparse, f"{folder}/model.safetensors")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("save", "named"), [(unwritable, "cannot write"), (damaged, "CRC-32")])
+def test_all_ranks_are_told_that_a_file_could_not_be_written(
+    on_two: Run, save: Any, named: str, tmp_path: Path
+) -> None:
+    first, second = on_two(save, str(tmp_path))
+    assert named in first
     assert second.startswith("the first rank could not write")
 
 

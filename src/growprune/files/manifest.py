@@ -142,6 +142,8 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     if "matrices" not in about:
         return Entry(name, shape, dtype, crc)
     weights, nnz, scales, error, gaps = _parse_matrices(name, shape, about), whole(about["nnz"]), None, 0.0, None
+    if (target := about["target"]) is not None and not (type(target) in (int, float) and 0 <= target <= 1):
+        raise GrowpruneError(f"{name} has a target of {str(target)[:20]}")
     if "scales_crc32" in about:
         scales, error = whole(about["scales_crc32"]), about["error"]
         if dtype not in QUANTIZABLE or not weights:
@@ -151,7 +153,7 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     if "gaps" in about:
         kind, length = about["gaps"]
         gaps = Gaps({text: dtype for dtype, text in GAP_DTYPES.items()}[kind], whole(length))
-    entry = Entry(name, shape, dtype, crc, weights, None, nnz, whole(about["mask_crc32"]), gaps, scales, error)
+    entry = Entry(name, shape, dtype, crc, weights, target, nnz, whole(about["mask_crc32"]), gaps, scales, error)
     if not entry.num_outside <= nnz <= entry.numel:
         raise GrowpruneError(f"{name} has {nnz} live weights of {entry.numel}")
     if gaps is not None and not entry.is_sparse:

@@ -56,13 +56,12 @@ def write(sparse: SparseModel, path: Path, int8: Collection[str] = ()) -> None:
 def rewrite_as_int8(source: Path, path: Path) -> None:
     """Write a sparse file again, with the values of all prunable parameters in 8 bits."""
     with open_sparse(source) as file:
-        about = file.manifest["tensors"]
 
         def each() -> Iterator[tuple[Entry, dict[str, Tensor]]]:
             for name, entry in file.entries.items():
                 if entry.weights:
                     (values, _), mask = file.live(entry), file.mask(entry)
-                    bare = Entry(name, entry.shape, entry.dtype, 0, entry.weights, about[name]["target"])
+                    bare = Entry(name, entry.shape, entry.dtype, 0, entry.weights, entry.target)
                     yield _encoded(bare, values, mask, file.pattern, is_int8=True)
                 else:
                     yield entry, {name: file.values(entry)}
@@ -92,7 +91,7 @@ def _write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collecti
         entries.append(entry)
         shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
     walk = _each_stored(sparse, int8)
-    failed: OSError | None = None
+    failed: Exception | None = None
     if ranks.is_first:
         try:
             with replacing(path) as file:
@@ -102,9 +101,9 @@ def _write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collecti
                         file.seek(starts[name])
                         file.write(bytes_of(tensor))
                 _check_written(file, entries)
-        except OSError as error:
+        except Exception as error:  # raised below: the other ranks wait in the walk
             failed = error
-    for _ in walk:  # the other ranks wait in it, even if writing failed
+    for _ in walk:
         pass
     is_lost = bool(ranks.all_reduce_sum(torch.tensor([int(failed is not None)])))
     if failed is not None:
