@@ -38,12 +38,17 @@ def shorten(text: str, limit: int = 1000) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
+def how_to_install(extra: str) -> str:
+    """Say how to install an extra. growprune is on no package index."""
+    return f"run pip install '.[{extra}]' in a copy of its repository"
+
+
 def need(module: str, extra: str, why: str) -> Any:
     """Import an optional dependency, or raise an error that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise GrowpruneError(f"{why}: pip install 'growprune[{extra}]' ({error})") from error
+        raise GrowpruneError(f"{why}: {how_to_install(extra)} ({error})") from error
 
 
 def warn(message: str) -> None:

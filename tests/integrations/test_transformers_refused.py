@@ -83,7 +83,7 @@ def test_a_training_that_cannot_be_is_refused_before_any_weight_is_lost(
 def test_without_transformers_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "growprune.integrations.transformers")
-    with pytest.raises(GrowpruneError, match=r"pip install 'growprune\[transformers\]'"):
+    with pytest.raises(GrowpruneError, match=r"\[transformers\]"):
         importlib.import_module("growprune.integrations.transformers")
 
 

@@ -140,7 +140,7 @@ def test_without_tensorboard_one_line_says_what_to_install_and_there_is_no_folde
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(GrowpruneError, match=r"pip install 'growprune\[tensorboard\]'"):
+    with pytest.raises(GrowpruneError, match=r"\[tensorboard\]"):
         engine.train(replace(cyclic(), log=("tensorboard",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

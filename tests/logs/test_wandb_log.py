@@ -137,7 +137,7 @@ def test_without_wandb_one_line_says_what_to_install_and_there_is_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(GrowpruneError, match=r"--log wandb needs an extra: pip install 'growprune\[wandb\]'"):
+    with pytest.raises(GrowpruneError, match=r"--log wandb needs an extra: .*\[wandb\]"):
         engine.train(replace(cyclic(), log=("wandb",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

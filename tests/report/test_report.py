@@ -292,7 +292,7 @@ def test_bad_input_is_one_line_and_no_page(tmp_path: Path) -> None:
 
 def test_without_plotly_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(GrowpruneError, match=r"growprune\[report\]"):
+    with pytest.raises(GrowpruneError, match=r"\[report\]"):
         write_page(find_runs([write(tmp_path / "run", "rigl")]), tmp_path / "page.html")
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 import growprune
 from growprune.cli.screen import out
 from growprune.deployment.cpu.library import BuildError, find_compiler
+from growprune.errors import how_to_install
 from growprune.storage import kernels
 from growprune.tasks.cores import num_cores
 
@@ -79,7 +80,7 @@ def _packages() -> Iterator[Finding]:
         missing = [name for name in names if _version(name) is None]
         name = f"extra {extra}" if extra else "required"
         if missing:
-            install = f"pip install 'growprune[{extra}]'" if extra else "pip install growprune"
+            install = how_to_install(extra) if extra else "run pip install . in a copy of its repository"
             yield Finding(name, "absent" if extra else "broken", f"{', '.join(missing)} not installed", install)
         else:
             yield Finding(name, "ok", ", ".join(f"{name} {_version(name)}" for name in names))

@@ -46,7 +46,7 @@ def write_model_card(sparse: SparseModel, folder: Path, manifest: Mapping[str, A
         f"A sparse model: {zeros} of its prunable weights are zero (pattern `{manifest['pattern']}`).{trained}",
         f"{alive:,} of {size:,} prunable weights are non-zero, of {totals['elements']:,} weights in all.",
         *("", "| file | bytes |", "|---|---:|", *(f"| {path.name} | {path.stat().st_size:,} |" for path in files)),
-        *("", "Load it sparse, with [growprune](https://pypi.org/project/growprune/):", "", "```python"),
+        *("", "Load it sparse, with growprune:", "", "```python"),
         *("import growprune as gp", *_how_to_load(type(sparse.model), name), "```", ""),
     ]
     with replacing(path) as file:

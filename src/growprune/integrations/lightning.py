@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, how_to_install
 from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if, check_saved, scoring
 from growprune.plan import By
 from growprune.plan.settings import check_state
@@ -27,7 +27,7 @@ try:
     from growprune.integrations import lightning_trainer as of_trainer
     from growprune.integrations.lightning_trainer import Schedules
 except ImportError as error:
-    raise GrowpruneError("GrowPrune needs lightning 2.5 or newer: pip install 'growprune[lightning]'") from error
+    raise GrowpruneError(f"GrowPrune needs lightning 2.5 or newer: {how_to_install('lightning')}") from error
 
 
 class GrowPrune(SparseCallback, Callback):

@@ -20,7 +20,7 @@ from typing import Any
 from torch import distributed
 from torch.optim.lr_scheduler import LambdaLR
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, how_to_install
 from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if, check_saved
 from growprune.integrations.checkpoint_folders import last_checkpoint, left_out, read_state, write_state
 from growprune.plan.settings import check_state
@@ -33,7 +33,7 @@ try:
     from growprune.integrations import transformers_trainer as of_trainer
     from growprune.integrations.transformers_frames import calling_trainer
 except ImportError as error:
-    raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
+    raise GrowpruneError(f"GrowPruneCallback needs transformers: {how_to_install('transformers')}") from error
 
 MISSING = (
     "resume with resume_from_checkpoint=last_checkpoint(output_dir), or load its weights into the model and train "

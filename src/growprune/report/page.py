@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import growprune
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, need
 from growprune.files.atomic import replacing
 from growprune.files.json_file import finite
 from growprune.report import tables, words
@@ -33,19 +33,10 @@ def write_page(records: Sequence[Record], out: Path) -> None:
         raise GrowpruneError(f"cannot write {out}: folder {out.parent} does not exist. Make it, or choose another -o")
     if out.is_dir():
         raise GrowpruneError(f"-o must be a file, such as {out / 'page.html'}, but {out} is a folder")
-    content = render(records, _plotly()).encode()
+    plotly = need("plotly.offline", "report", "report needs plotly").get_plotlyjs()
+    content = render(records, plotly).encode()
     with replacing(out) as file:
         file.write(content)
-
-
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs  # an extra, and only pages need it
-    except ImportError as error:
-        raise GrowpruneError(
-            "report needs plotly: pip install 'growprune[report]', or '.[report]' in a clone of the repository"
-        ) from error
-    return str(get_plotlyjs())
 
 
 def render(records: Sequence[Record], plotly: str) -> str:

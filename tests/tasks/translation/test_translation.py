@@ -221,7 +221,7 @@ def test_a_missing_package_is_named_before_training(package: str, data: Path, mo
     translation.bleu.cache_clear()
     task = tiny(data)
     task.build_model()
-    with pytest.raises(ValueError, match=rf"needs {package}: pip install 'growprune\[translation\]'"):
+    with pytest.raises(ValueError, match=rf"needs {package}: .*\[translation\]"):
         task.num_batches()
 
 
