@@ -96,7 +96,8 @@ class Language(Task):
         nats = float(total) / (len(text) - 1)
         num_bytes = num_predicted_bytes(text, load(self.data, self.vocab_size)[1])
         bits = float(total) / num_bytes / math.log(2)
-        return {"bits_per_byte": bits, "loss": nats, "perplexity": math.exp(nats)}
+        perplexity = math.exp(nats) if nats < 709 else math.inf  # which math.exp raises for
+        return {"bits_per_byte": bits, "loss": nats, "perplexity": perplexity}
 
 
 def _losses(model: nn.Module, batch: Tensor) -> Tensor:
