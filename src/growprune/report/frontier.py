@@ -17,58 +17,23 @@ class Cost:
     """The x axis of a chart of quality."""
 
     name: str
-    axis: str
+    figure: Figure
+    tickformat: str
     caption: str
     """{up} and {above} are replaced by the direction of better scores."""
-    of: Figure
-    tickformat: str
+
+    def of(self, row: RunRow) -> float | None:
+        """The cost of a row. All runs of a row have one target, which a mean over seeds would round."""
+        return row.sparsity if self.name == "sparsity" else row.mean(self.figure)
 
 
 COSTS = (
-    Cost(
-        "sparsity",
-        "sparsity",
-        "Quality as more weights are removed. The dashed line is the dense model; a point on or {above} it lost "
-        "nothing. Points of one sparsity are drawn side by side.",
-        "sparsity",
-        "~%",
-    ),
-    Cost(
-        "training FLOPs",
-        "training FLOPs",
-        "The compute that each method needed for training. {up} and left is better.",
-        training_flops,
-        "~s",
-    ),
-    Cost(
-        "inference FLOPs",
-        "theoretical FLOPs per example",
-        "The compute that the trained model needs per example if zeros are skipped. {up} and left is better.",
-        inference_flops,
-        "~s",
-    ),
-    Cost(
-        "peak live weights",
-        "peak live weights (fraction)",
-        "The largest size of the model during training. A method at 100 % needs memory for the dense model.",
-        "peak_alive",
-        ".0%",
-    ),
-    Cost(
-        "average live weights",
-        "average live weights (fraction)",
-        "The average size of the model during training, which is about what training could cost.",
-        "average_alive",
-        ".0%",
-    ),
-    Cost(
-        "peak memory",
-        "measured peak bytes",
-        "Measured peak memory: of the GPU, or of the whole process on a CPU. Compare only runs on one machine with the "
-        "same storage.",
-        "peak_bytes",
-        "~s",
-    ),
+    Cost("sparsity", "sparsity", "~%", "The dashed line is the dense model; a point on or {above} it lost nothing."),
+    Cost("training FLOPs", training_flops, "~s", "The compute for training. {up} and left is better."),
+    Cost("inference FLOPs", inference_flops, "~s", "The compute for one example if zeros are skipped."),
+    Cost("peak live weights", "peak_alive", ".0%", "At 100 % a method needs memory for the dense model."),
+    Cost("average live weights", "average_alive", ".0%", "About what training could cost."),
+    Cost("peak memory", "peak_bytes", "~s", "Compare only runs on one machine with the same storage."),
 )
 
 
@@ -78,7 +43,7 @@ def frontier_charts(group: Group, styles: Styles) -> list[Chart]:
 
 
 def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
-    shown = [row for row in group.sparse if row.mean(cost.of) is not None and row.mean("test") is not None]
+    shown = [row for row in group.sparse if cost.of(row) is not None and row.mean("test") is not None]
     if not shown:
         return None
     rows = [*(row for row in group.dense if row.mean("test") is not None), *shown]
@@ -98,8 +63,8 @@ def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
         caption + (" Bars are one standard deviation over seeds." if has_bars else ""),
         data,
         made,
-        ["run", "sparsity", cost.axis, f"{group.metric.name} (mean)", "standard deviation", "seeds"],
-        [[r.label, r.sparsity, r.mean(cost.of), s.mean, s.deviation, s.count] for r, s in spreads],
+        ["run", "sparsity", cost.name, f"{group.metric.name} (mean)", "standard deviation", "seeds"],
+        [[r.label, r.sparsity, cost.of(r), s.mean, s.deviation, s.count] for r, s in spreads],
     )
 
 
@@ -107,17 +72,19 @@ def _row_by_row(rows: list[RunRow], quality: Json, group: Group, styles: Styles)
     """Data and layout for one sparsity: each row has a line of its own."""
     sign = 1 if group.metric.lower_is_better else -1
     rows = sorted(rows, key=lambda row: sign * (row.mean("test") or 0.0))
-    data = []
-    for row in rows:
-        style, spread = styles.of(row), row.spread("test")
-        trace = {**of_row(row), "mode": "markers", "x": [spread.mean], "y": [row.label]}
-        trace["marker"] = DENSE_POINT if row.is_dense else style.marker(size=11)
-        trace["error_x"] = {"type": "data", "array": [spread.deviation or 0.0], "width": 4, "color": style.colour}
-        trace["hovertemplate"] = f"{row.label}, {spread.count} seeds<br>%{{x:.4g}}<extra></extra>"
-        data.append(trace)
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": DENSE_LINE}
     lines = [{**line, "x0": row.mean("test"), "x1": row.mean("test")} for row in rows if row.is_dense]
-    return data, layout(quality, rows_axis(rows), shapes=lines)
+    return [_dot(row, "test", 1, styles) for row in rows], layout(quality, rows_axis(rows), shapes=lines)
+
+
+def _dot(row: RunRow, figure: Figure, unit: float, styles: Styles) -> Json:
+    """The point of a row on a line of its own, with a bar for its deviation."""
+    style, spread = styles.of(row), row.spread(figure)
+    trace = {**of_row(row), "mode": "markers", "x": [(spread.mean or 0.0) / unit], "y": [row.label]}
+    trace["marker"] = DENSE_POINT if row.is_dense else style.marker(size=11)
+    bar = [(spread.deviation or 0.0) / unit]
+    trace["error_x"] = {"type": "data", "array": bar, "width": 4, "color": style.colour}
+    return trace | {"hovertemplate": f"{row.label}, {spread.count} seeds<br>%{{x:.4g}}<extra></extra>"}
 
 
 def _against(cost: Cost, rows: list[RunRow], quality: Json, styles: Styles) -> tuple[list[Json], Json]:
@@ -126,9 +93,9 @@ def _against(cost: Cost, rows: list[RunRow], quality: Json, styles: Styles) -> t
     for row in rows:
         if not row.is_dense:
             by_name.setdefault(row.name, []).append(row)
-    xs = [row.mean(cost.of) or 0.0 for same in by_name.values() for row in same]
+    xs = [cost.of(row) or 0.0 for same in by_name.values() for row in same]
     lines = [_line(same, cost, styles) for same in by_name.values()]
-    x = axis(cost.axis, tickformat=cost.tickformat)
+    x = axis(cost.name, tickformat=cost.tickformat)
     if cost.name == "sparsity":  # few and round, so they are the ticks
         gap = min(b - a for a, b in pairwise(sorted(set(xs))))
         x |= {"tickvals": sorted(set(xs)), "range": [min(xs) - 0.5 * gap, max(xs) + 0.5 * gap]}
@@ -138,7 +105,7 @@ def _against(cost: Cost, rows: list[RunRow], quality: Json, styles: Styles) -> t
 
 
 def _line(rows: list[RunRow], cost: Cost, styles: Styles) -> Json:
-    found = sorted((row.mean(cost.of) or 0.0, row.label, row.spread("test")) for row in rows)
+    found = sorted((cost.of(row) or 0.0, row.label, row.spread("test")) for row in rows)
     style = styles.of(rows[0])
     trace: Json = {**of_row(rows[0], is_series=True), "name": rows[0].name, "mode": "lines+markers"}
     trace |= {"x": [x for x, _, _ in found], "y": [spread.mean for _, _, spread in found]}
@@ -156,7 +123,7 @@ DENSE_POINT: Json = {"color": INK, "symbol": "asterisk", "size": 11, "line": {"c
 
 def _dense(row: RunRow, cost: Cost, xs: list[float]) -> list[Json]:
     """The dense model as a line, and as a point if it has a cost on the axis."""
-    x, y = None if cost.name == "sparsity" else row.mean(cost.of), row.mean("test")
+    x, y = None if cost.name == "sparsity" else cost.of(row), row.mean("test")
     ends = [min(xs), max(xs)] if x is None else [min(*xs, x), max(*xs, x)]
     if x is None or ends[0] == ends[1]:
         ends = [ends[0] * 0.98, ends[1] * 1.02]
@@ -171,28 +138,19 @@ def _dense(row: RunRow, cost: Cost, xs: list[float]) -> list[Json]:
 
 def time_chart(group: Group, styles: Styles) -> Chart | None:
     """The measured training time."""
-    found = [(row, time) for row in group.rows if (time := row.spread("seconds")).mean is not None]
-    if not found:
+    rows = [row for row in group.rows if row.mean("seconds") is not None]
+    if not rows:
         return None
-    found.sort(key=lambda item: item[1].mean or 0.0)
-    most = max(time.mean or 0.0 for _, time in found)
+    rows.sort(key=lambda row: row.mean("seconds") or 0.0)
+    most = rows[-1].mean("seconds") or 0.0
     unit, size = ("hours", 3600) if most > 7200 else ("minutes", 60) if most > 120 else ("seconds", 1)
-    data = []
-    for row, time in found:
-        shown = (time.mean or 0.0) / size
-        bar = {**of_row(row), "type": "bar", "orientation": "h", "x": [shown], "y": [row.label]}
-        bar |= {"marker": {"color": styles.of(row).colour}, "text": [f"{shown:.3g}"], "textangle": 0}
-        bar |= {"hovertemplate": f"%{{y}}: %{{x:.4g}} {unit}<extra></extra>"}
-        bar |= {"textposition": "inside", "insidetextanchor": "start"}
-        if time.deviation:
-            bar["error_x"] = {"type": "data", "array": [time.deviation / size], "width": 4, "color": INK}
-        data.append(bar)
+    spreads = [(row, row.spread("seconds")) for row in rows]
     return Chart(
         "time",
         "Training time",
         f"The {unit} that a run took. Compare only runs that had the same kind of machine to themselves.",
-        data,
-        layout(axis(unit, rangemode="tozero"), rows_axis([row for row, _ in found]), barmode="overlay"),
+        [_dot(row, "seconds", size, styles) for row in rows],
+        layout(axis(unit, rangemode="tozero"), rows_axis(rows)),
         ["run", "seconds (mean)", "standard deviation", "seeds"],
-        [[row.label, time.mean, time.deviation, time.count] for row, time in found],
+        [[row.label, time.mean, time.deviation, time.count] for row, time in spreads],
     )

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from growprune.files import json_file
 from growprune.report.chart import Chart, Styles, axis, layout, of_row
@@ -16,80 +17,50 @@ from growprune.runs.table import RunRow
 
 Key = tuple[float, bool, int]
 """An epoch, whether a phase starts there (otherwise an epoch ends), and the stage of the plan."""
-Points = dict[Key, float]
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """The quantity of one chart over time. Branches of a fork share their epochs."""
+    """The quantity of one chart over time."""
 
     name: str
+    """A field of the history; live weights and quality are made from such fields."""
     title: str
     axis: str
     caption: str
-    of: Callable[[Record, Json], float | None]
-    """Its value in an entry of the history, or in the event of a phase."""
-    join: Callable[[Iterable[float]], float]
-    """Combines the values of the branches of a fork."""
-    is_share: bool = False
-    """True for a fraction that changes in steps."""
+    join: Callable[[Iterable[float]], float] = max
+    """Combines the values of the branches of a fork, which share their epochs."""
 
+    @property
+    def is_share(self) -> bool:
+        """True for a fraction that changes in steps."""
+        return self.name in ("live", "explored", "churn")
 
-LIVE = Quantity(
-    "live",
-    "Live weights over time",
-    "live weights (fraction of prunable)",
-    "The size of the model over time. Training needs memory for the peak of a line. Without the log of a run, only the "
-    "size at the end of each epoch is known.",
-    lambda record, entry: entry["alive"] / size if (size := record.num_prunable) else None,
-    max,
-    is_share=True,
-)
-OF_ANY_TASK = (
-    Quantity(
-        "loss",
-        "Loss over time",
-        "training loss",
-        "The training loss falls as the model learns, and jumps where weights are pruned.",
-        lambda record, entry: entry.get("loss"),
-        statistics.mean,
-    ),
-    LIVE,
-    Quantity(
-        "explored",
-        "Weights ever explored",
-        "ever trained (fraction of prunable)",
-        "The fraction of weights that have been trained so far. A method that reaches 100 % has tried every weight; a "
-        "flat line means that no new weights were tried.",
-        lambda record, entry: entry.get("explored"),
-        max,
-        is_share=True,
-    ),
-    Quantity(
-        "churn",
-        "Mask churn",
-        "changed by the last edit (fraction of live)",
-        "How much of the mask the last edit changed. At 0 % all live weights stayed; at 100 % none did.",
-        lambda record, entry: entry.get("churn"),
-        max,
-        is_share=True,
-    ),
-)
+    def of(self, record: Record, entry: Json) -> Any:
+        """The value in an entry of the history, or in the event of a phase. None if there is none."""
+        if self.name == "live":
+            return entry["alive"] / record.num_prunable if record.num_prunable else None
+        if self.name == "quality":
+            return (entry.get("validation") or {}).get(record.metric.name)
+        return entry.get(self.name)
 
 
 def quantities(group: Group) -> list[Quantity]:
     """The charts over time, in the order of the page."""
     metric, better = group.metric.name, "lower" if group.metric.lower_is_better else "higher"
-    after = "Lines jump where weights are pruned" if group.metric.lower_is_better else "Dips follow edits"
-    quality = Quantity(
-        "quality",
-        f"Validation {metric} over time",
-        f"{metric} on validation data",
-        f"The {metric} on data that the model was not trained on: {better} is better. {after}.",
-        lambda record, entry: (entry.get("validation") or {}).get(record.metric.name),
-        statistics.mean,
-    )
-    return [quality, *OF_ANY_TASK]
+    quality = f"The {metric} on data that the model was not trained on: {better} is better."
+    loss = "The training loss falls as the model learns, and jumps where weights are pruned."
+    live = "The size of the model. Training needs memory for the peak. Without a log, only ends of epochs are known."
+    explored = "The fraction of weights that were trained so far. A flat line means that no new weights were tried."
+    churn = "How much of the mask the last edit changed. At 0 % all live weights stayed; at 100 % none did."
+    over, on_data, share = f"Validation {metric} over time", f"{metric} on validation data", "(fraction of prunable)"
+    return [
+        Quantity("quality", over, on_data, quality, statistics.mean),
+        Quantity("loss", "Loss over time", "training loss", loss, statistics.mean),
+        Quantity("live", "Live weights over time", f"live weights {share}", live),
+        Quantity("explored", "Weights ever explored", f"ever trained {share}", explored),
+        Quantity("churn", "Mask churn", "changed by the last edit (fraction of live)", churn),
+    ]
 
 
 def charts_over_time(group: Group, styles: Styles) -> list[Chart]:
@@ -98,18 +69,17 @@ def charts_over_time(group: Group, styles: Styles) -> list[Chart]:
 
 
 def _chart(quantity: Quantity, group: Group, styles: Styles) -> Chart | None:
-    found = [(row, seeds) for row in group.rows if (seeds := curves(row, quantity))]
+    found = [(row, seeds) for row in group.rows if (seeds := _seeds(row, quantity))]
     if not found:
         return None
     means = [{key: statistics.mean(values) for key, values in seeds.items()} for _, seeds in found]
     y = axis(quantity.axis, **({"rangemode": "tozero", "tickformat": ".0%"} if quantity.is_share else {}))
-    has_seeds = any(len(row.runs) > 1 for row, _ in found)
+    bands = " Lines are means over seeds; bands reach from the lowest seed to the highest."
     keys = sorted({key for points in means for key in points})
     return Chart(
         quantity.name,
         quantity.title,
-        quantity.caption
-        + (" Lines are means over seeds; bands reach from the lowest seed to the highest." * has_seeds),
+        quantity.caption + (bands if any(len(row.runs) > 1 for row, _ in found) else ""),
         [trace for row, seeds in found for trace in _traces(quantity, row, seeds, styles)],
         layout(axis("epoch", rangemode="tozero"), y),
         ["epoch", *(row.label for row, _ in found)],
@@ -121,18 +91,18 @@ def _epoch(key: Key) -> float:
     return int(key[0]) if key[0] == int(key[0]) else round(key[0], 4)
 
 
-def curves(row: RunRow, quantity: Quantity) -> dict[Key, list[float]]:
+def _seeds(row: RunRow, quantity: Quantity) -> dict[Key, list[float]]:
     """The values of all seeds, where all of them have one."""
     of_seeds = [points for record in row.runs if (points := _points(record, quantity))]
     shared = set.intersection(*map(set, of_seeds)) if of_seeds else set()
     return {key: [points[key] for points in of_seeds] for key in sorted(shared)}
 
 
-def _points(record: Record, quantity: Quantity) -> Points:
+def _points(record: Record, quantity: Quantity) -> dict[Key, float]:
     """The values at the ends of epochs. Live weights also where phases start, which is where their peaks are."""
     found: dict[Key, list[float]] = {}
     ends = [((float(entry["epoch"]), False, 0), entry) for entry in record.history]
-    for key, entry in [*ends, *(_phases(record) if quantity is LIVE else ())]:
+    for key, entry in [*ends, *(_phases(record) if quantity.name == "live" else ())]:
         if (value := quantity.of(record, entry)) is not None:
             found.setdefault(key, []).append(float(value))
     return {key: float(quantity.join(values)) for key, values in found.items()}
@@ -150,22 +120,17 @@ def _phases(record: Record) -> Iterator[tuple[Key, Json]]:
 
 def _traces(quantity: Quantity, row: RunRow, seeds: dict[Key, list[float]], styles: Styles) -> list[Json]:
     """A line, and a band below it if there are several seeds that differ."""
-    style = styles.of(row)
-    points = [(epoch, values) for (epoch, *_), values in seeds.items()]
-    shape = "linear"
-    if quantity.is_share:  # between phases nothing changes; an epoch without phases is as it was at its end
+    style, points, shape = styles.of(row), [(key[0], values) for key, values in seeds.items()], "linear"
+    if quantity.is_share:  # nothing changes between phases; an epoch without phases is as it was at its end
         shape = "hv" if any(is_start for _, is_start, _ in seeds) else "vh"
         points = [(0.0, points[0][1]), *points] if points[0][0] == 1 else points
-    xs = [epoch for epoch, _ in points]
-    same = {**of_row(row), "x": xs}
-    number = ".1%" if quantity.is_share else ".4g"
-    line: Json = {**same, "y": [statistics.mean(values) for _, values in points], "mode": "lines+markers"}
-    line |= {"line": style.line(shape=shape), "hovertemplate": f"{row.label}<br>epoch %{{x:.4~g}}: %{{y:{number}}}"}
-    line["hovertemplate"] += "<extra></extra>"
+    same = {**of_row(row), "x": [epoch for epoch, _ in points]}
+    line: Json = {**same, "y": [statistics.mean(values) for _, values in points], "line": style.line(shape=shape)}
     # some markers, so that lines differ without colours
-    line["marker"] = style.marker(size=7, maxdisplayed=0 if len(xs) <= 12 else 9)
-    if row.is_dense:
-        line |= {"mode": "lines"}
+    line |= {"mode": "lines" if row.is_dense else "lines+markers"}
+    line["marker"] = style.marker(size=7, maxdisplayed=0 if len(points) <= 12 else 9)
+    number = ".1%" if quantity.is_share else ".4g"
+    line["hovertemplate"] = f"{row.label}<br>epoch %{{x:.4~g}}: %{{y:{number}}}<extra></extra>"
     low, high = [min(values) for _, values in points], [max(values) for _, values in points]
     if low == high or not all(map(math.isfinite, [*low, *high])):
         return [line]

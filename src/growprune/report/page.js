@@ -32,20 +32,20 @@
     title: { ...axis.title, standoff: 8, font: { size: 13 } },
   });
 
-  // Names of rows. On a phone they break near the middle, because long ones would leave no space for their bars
+  // Names of rows. Long ones break near the middle, because they would leave no space for their points
   const NARROW = 500;
   const folded = (name) => {
     const middle = name.length / 2;
     const gaps = Array.from(name.matchAll(/ /g), (gap) => gap.index);
     const at = gaps.reduce((best, gap) => (Math.abs(gap - middle) < Math.abs(best - middle) ? gap : best), -1);
-    return name.length < 20 || at < 0 ? name : `${name.slice(0, at)} <br>${name.slice(at + 1)}`;
+    return at < 0 ? name : `${name.slice(0, at)} <br>${name.slice(at + 1)}`;
   };
   // An axis with a line for each row that is shown
   const ROW = 28;
   const rowsAxis = (axis, data, width) => {
     const names = axis.categoryarray.filter((name) => data.some((trace) => trace.y[0] === name));
     const range = [-0.6, Math.max(1, names.length) - 0.4];
-    const text = names.map((name) => `${width < NARROW ? folded(name) : name} `);
+    const text = names.map((name) => `${name.length > width / 16 ? folded(name) : name} `);
     const tickfont = { size: width < NARROW ? 10 : 12 };
     return { ...axis, categoryarray: names, range, tickmode: "array", tickvals: names, ticktext: text, tickfont };
   };
@@ -69,7 +69,7 @@
     layout.yaxis = themedAxis(layout.yaxis);
     if (layout.yaxis.type === "category") {
       layout.yaxis = rowsAxis(layout.yaxis, data, width);
-      layout.height = Math.max(width < NARROW ? 160 : HEIGHT, 80 + ROW * layout.yaxis.categoryarray.length);
+      layout.height = Math.max(width < NARROW ? 160 : 240, 80 + ROW * layout.yaxis.categoryarray.length);
     }
     plot.style.height = `${layout.height}px`;
     return { data, layout };

@@ -49,12 +49,12 @@ def render(records: Sequence[Record], plotly: str) -> str:
     body += [_group(number, group, styles, charts) for number, group in enumerate(groups, 1)]
     body.append(_tuning(records))
     body.append(f"<section id='runs'><h2>All runs</h2>{_table(tables.RUNS_HEAD, tables.all_runs(records))}</section>")
-    body += [_again(records), _meanings()]
+    body.append(_again(records))
     specs = [
         {"name": f"{number:02d}-{chart.name}", "data": chart.data, "layout": chart.layout}
         for number, chart in enumerate(charts, 1)
     ]
-    return _TEMPLATE.format(
+    return _asset("page.html").format(
         policy=POLICY,
         title=escape(words.title(groups, records)),
         style=_asset("page.css"),
@@ -65,35 +65,10 @@ def render(records: Sequence[Record], plotly: str) -> str:
     )
 
 
-_TEMPLATE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<a class="skip" href="#main">Skip to the content</a>
-<main id="main">
-{body}
-</main>
-<script type="application/json" id="charts">{charts}</script>
-<script>{plotly}</script>
-<script>
-{script}</script>
-</body>
-</html>
-"""
-
-
 def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
     made = f"Written on {date.today().isoformat()} by growprune {growprune.__version__}."
     if versions := words.versions(records):
-        made += f" The runs were made by {versions}."
+        made += f" The runs were made with {versions}."
     said = "".join(f"<p class='note'>{escape(note)}</p>" for note in words.notes(records))
     for group in groups:
         said += f"<p>{' '.join(map(escape, words.summary(group)))}</p>"
@@ -227,11 +202,6 @@ def _without_places(recipe: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(task, dict) or not task.get("data"):
         return recipe
     return {**recipe, "task": {**task, "data": Path(str(task["data"])).name}}
-
-
-def _meanings() -> str:
-    terms = "".join(f"<dt>{term}</dt><dd>{escape(meaning)}</dd>" for term, meaning in words.MEANINGS.items())
-    return f"<section id='words'><h2>Terms</h2><dl>{terms}</dl></section>"
 
 
 def _asset(name: str) -> str:

@@ -12,21 +12,10 @@ from typing import Any
 
 from growprune.methods import METHODS
 from growprune.report.groups import Group, group_runs, what_differs
-from growprune.report.tables import duration, gap, spread
+from growprune.report.tables import gap, spread
 from growprune.runs import Record
 from growprune.runs.metric import in_full
-from growprune.runs.table import RunRow, best_by_validation
-
-MEANINGS = {
-    "sparsity": "the fraction of weights that are exactly zero; at 0.9, one weight in ten is left",
-    "density": "the fraction of weights that are left: 1 - sparsity",
-    "live weight": "a weight that is trained and can be non-zero",
-    "prunable weights": "weights that can be removed: those of convolutions and matrix products, not norms and biases",
-    "part": "a subset of the layers; methods such as GaP train one part dense at a time",
-    "epoch": "one pass over the training data",
-    "validation and test data": "data not used for training; validation data selects a model, test data measures it",
-    "minus dense": "the mean difference to the dense model over common seeds, with its standard error",
-}
+from growprune.runs.table import RunRow, best_by_validation, version_of
 
 
 def title(groups: Sequence[Group], records: Sequence[Record]) -> str:
@@ -39,17 +28,16 @@ def summary(group: Group) -> list[str]:
     """A few sentences on one group of runs."""
     if not group.finished:
         return [f"No run of {group.title} is finished yet. The data so far is shown below."]
-    return [_trained(group), *_how_good(group), _how_long(group)]
+    return [_trained(group), *_how_good(group)]
 
 
 def _trained(group: Group) -> str:
-    rows = group.sparse or group.dense
-    names = list(dict.fromkeys(row.method for row in rows))
-    said = " and ".join(map(in_full, sorted({row.sparsity for row in rows})))
     runs = sum(len(row.runs) for row in group.rows)
     what = f"{'This is' if runs == 1 else 'These are'} {_count(runs, 'run')} of {group.name}"
-    if not group.sparse:
+    names = list(dict.fromkeys(row.method for row in group.sparse))
+    if not names:
         return f"{what}: a dense model without pruning."
+    said = " and ".join(map(in_full, sorted({row.sparsity for row in group.sparse})))
     if len(names) > 1:
         return f"{what}: {len(names)} methods, at sparsity {said} (the fraction of weights removed)."
     about = (METHODS[names[0]].__doc__ or "").strip().splitlines()[0] if names[0] in METHODS else ""
@@ -81,16 +69,6 @@ def _gap(row: RunRow, dense: RunRow | None) -> str:
     return " (not comparable with dense)" if math.isnan(found.mean) else f" ({gap(row, dense)} against dense)"
 
 
-def _how_long(group: Group) -> str:
-    results = [run.result for row in group.finished for run in row.runs if run.result is not None]
-    seconds = [result.seconds for result in results]
-    devices = sorted({str(result.environment.get("device") or "") for result in results} - {""})
-    where = f" on {' and '.join(devices)}" if devices else ""
-    if len(seconds) == 1:
-        return f"The run took {duration(seconds[0])}{where}."
-    return f"A run took between {duration(min(seconds))} and {duration(max(seconds))}{where}."
-
-
 def notes(records: Sequence[Record]) -> list[str]:
     """Warnings for the reader: differences between runs, and unfinished runs."""
     said = []
@@ -115,9 +93,7 @@ def _twice(records: Sequence[Record]) -> list[str]:
         for run in row.finished:
             by_seed.setdefault(run.seed, []).append(run.name)
         found |= {tuple(sorted(names)): None for names in by_seed.values() if len(names) > 1}
-    return [
-        f"{' and '.join(names)} have the same seed and settings, but count as different seeds here." for names in found
-    ]
+    return [f"{' and '.join(names)} have the same seed and settings: only the last of them counts." for names in found]
 
 
 # Commands
@@ -129,12 +105,12 @@ def compare_command(group: Group) -> str:
     epochs = {run.final_epochs for run in runs} - {None}
     given = {"method", "options", "sparsity", "allocation", "parts", "seed"}
     common = []
-    for run in runs:
+    for run in [run for run in runs if not run.small]:  # which has a task of its own
         settings = (run.origin.get("settings") or {}).items()
         kept = {k: v for k, v in settings if k.partition(".")[0] not in given and k != "task.data"}
         common.append((_source(run), _data(run), kept))
     grids = [run.tuning.get("grid") for run in runs]
-    if not runs or not all(run.origin.get("row") for run in runs) or len(epochs) != 1 or any(grids):
+    if not common or not all(run.origin.get("row") for run in runs) or len(epochs) != 1 or any(grids):
         return ""
     if any(each != common[0] for each in common):
         return ""
@@ -182,12 +158,11 @@ def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[s
 
 
 def versions(records: Sequence[Record]) -> str:
-    """The versions of growprune and torch that made the runs, in a few words."""
-    said = []
-    for name, key in (("growprune", "growprune"), ("commit", "commit"), ("torch", "torch")):
-        found = {str(environment.get(key) or "unknown") for environment, _ in environments(records)}
-        said += [f"{name} {' and '.join(sorted(found))}"] if found - {"unknown"} else []
-    return ", ".join(said)
+    """The versions of growprune and torch that made the runs."""
+    found = [environment for environment, _ in environments(records)]
+    made = " and ".join(sorted({version_of(environment) for environment in found}))
+    torch = " and ".join(sorted({str(environment.get("torch") or "unknown") for environment in found}))
+    return f"growprune ({made}) and torch {torch}" if found else ""
 
 
 def _count(number: int, noun: str) -> str:

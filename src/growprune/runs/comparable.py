@@ -180,14 +180,6 @@ def task_settings(run: Record) -> Json:
     return {name[5:]: value for name, value in settings(run).items() if name.startswith("task.")}
 
 
-def variant(run: Record) -> Json:
-    """Settings in which runs of one method and sparsity can differ, by dotted names. Dense runs: also their epochs."""
-    hidden = {"task", "method", "seed", "sparsity", *run.tuning.get("grid", {})}  # tuned settings are shown elsewhere
-    found = _without(settings(run), hidden | (ROW | SPARSE if run.trains_dense else set()))
-    length = {"epochs": run.epochs} if run.is_dense else {}
-    return length | {name: value for name, value in found.items() if value != {}}
-
-
 def varying(found: Sequence[Json]) -> dict[str, list[Any]]:
     """The settings that are not the same everywhere, with their values.
 
@@ -199,16 +191,3 @@ def varying(found: Sequence[Json]) -> dict[str, list[Any]]:
         for name in names
     }
     return {name: sorted(map(json.loads, texts), key=str) for name, texts in values.items() if len(texts) > 1}
-
-
-def telling(found: Sequence[Json]) -> list[str]:
-    """A small set of settings that distinguishes all different runs, starting with those that papers name."""
-    chosen: list[str] = []
-    for name in sorted(varying(found), key=lambda name: not name.startswith(("allocation", "pattern", "options"))):
-        if _num_kinds(found, [*chosen, name]) > _num_kinds(found, chosen):
-            chosen.append(name)
-    return chosen
-
-
-def _num_kinds(found: Sequence[Json], names: Sequence[str]) -> int:
-    return len({json.dumps([each.get(name) for name in names]) for each in found})
