@@ -161,7 +161,8 @@
     const has = rows > 1 && layout.yaxis.type !== "category";
     const width = layout.width + (has ? 300 : 0);
     const height = Math.max(layout.height, has ? 60 + 20 * rows : 0);
-    const picture = { data, layout: { ...layout, width, height, showlegend: has } };
+    const legend = { tracegroupgap: 0 }; // by row, which would part its sparsities from others
+    const picture = { data, layout: { ...layout, width, height, legend, showlegend: has } };
     save(await Plotly.toImage(picture, { format: kind, width, height, scale: kind === "png" ? 2 : 1 }), name);
   };
   for (const button of document.querySelectorAll("button[data-kind]"))
