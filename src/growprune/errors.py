@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,14 @@ MAX_VALUE = 200
 
 _QUOTED = re.compile(rf"(?<![^\s(\[{{=])('[^']{{{MAX_VALUE},}}'|\"[^\"]{{{MAX_VALUE},}}\")")
 """Match a long value in quotes. An apostrophe within a word does not open a quote."""
+
+
+def is_users_file(file: str) -> bool:
+    """True for a file outside growprune, the standard library and installed packages."""
+    installed = [PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
+    path = Path(file)
+    is_installed = {"site-packages", "dist-packages"} & set(path.parts) or any(map(path.is_relative_to, installed))
+    return not file.startswith("<") and not is_installed
 
 
 class GrowpruneError(ValueError):

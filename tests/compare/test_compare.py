@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from typer.testing import CliRunner
 
 from growprune import engine
 from growprune.cli import app
-from growprune.compare import Request, comparison, of_runs, working
+from growprune.compare import Request, comparison, of_runs
 from growprune.compare.jobs import Job
-from growprune.compare.working import carry_out, last_words
+from growprune.compare.working import Working, last_words
 from growprune.runs.table import TOLERANCE
 
 TOY = f"{TOY_FILE}:cyclic"
@@ -32,7 +31,7 @@ ROWS = "dense,rigl,cyclic_gap:global restart=false"
 
 
 def request(out: Path, methods: str = ROWS, seeds: str = "0,1", **more: Any) -> Request:
-    return Request([TOY], methods, "0.8", seeds, 6, out, **more)
+    return Request.parse([TOY], methods, "0.8", seeds, out=out, **{"epochs": 6, **more})
 
 
 def typed(out: Path, *more: str, methods: str = ROWS, seeds: str = "0,1") -> list[str]:
@@ -130,8 +129,8 @@ def test_folders_of_runs_are_found_anywhere_below_and_one_without_a_result_is_un
     assert [run.status for run in rows["rigl:erk every=1 drop=0.2"].runs] == ["unfinished"]
     assert not of_runs([tmp_path / "empty"]).rows[0].finished
     shown = CliRunner().invoke(app, ["compare", str(finished), str(tmp_path / "other"), str(tmp_path / "empty")])
-    assert shown.exit_code == 0, shown.output
-    assert "0, 1 unfinished" in shown.stdout
+    assert shown.exit_code == 1, shown.output
+    assert "0, 1 unfinished" in shown.stdout and "seed 0 is unfinished: interrupted after epoch 1" in shown.stdout
 
 
 def test_where_all_rows_lack_runs_the_table_says_so(tmp_path: Path) -> None:
@@ -171,8 +170,8 @@ def test_a_damaged_result_is_one_clear_line(finished: Path, tmp_path: Path) -> N
 def test_print_jobs_prints_a_command_for_each_run_that_is_left_and_runs_nothing(finished: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, typed(tmp_path / "new", "--print-jobs"))
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
-    assert [line[:4] for line in lines] == [["growprune", "train", TOY, "--resume"]] * 6
-    assert not (tmp_path / "new").exists()
+    assert [line[:2] for line in lines] == [["growprune", "resume"]] * 6
+    assert all([path.name for path in Path(line[2]).iterdir()] == ["recipe.json"] for line in lines)
     assert CliRunner().invoke(app, typed(finished, "--print-jobs")).stdout == ""
 
 
@@ -208,7 +207,7 @@ def test_a_run_that_fails_is_kept_and_shown_and_the_others_go_on(
     assert "started" not in again.stderr
     assert "failed: the loss became" in again.stdout
     begun: list[str] = []
-    monkeypatch.setattr(working, "carry_out", lambda jobs, **more: begun.extend(j.name for j in jobs if not j.error))
+    monkeypatch.setattr(Working, "_begin", lambda self, job: begun.append(job.name))
     CliRunner().invoke(app, [*command, "--retry"])
     assert "rigl:erk optimizer.lr=1e30 0.8 seed 0" in begun
 
@@ -219,15 +218,16 @@ def test_a_comparison_that_is_stopped_saves_all_its_runs_which_then_go_on(
 ) -> None:
     starts = iter((subprocess.Popen, fork))
     monkeypatch.setattr(subprocess, "Popen", lambda *command, **settings: next(starts)(*command, **settings))
-    endless = replace(request(tmp_path, "dense,rigl", "0", settings=["task.pause=0.1"]), epochs=1000)
+    endless = request(tmp_path, "dense,rigl", "0", settings=["task.pause=0.1"], epochs=1000)
     jobs = endless.jobs()
+    endless.prepare(jobs)
     logs = [job.folder / "log.jsonl" for job in jobs]
     told: list[str] = []
 
     def are_all_training() -> bool:
         return all(log.exists() and '"epoch"' in log.read_text() for log in logs)
 
-    is_done = carry_out(jobs, workers=2, should_stop=are_all_training, tell=lambda job, event: told.append(event))
+    is_done = Working(jobs, 2, lambda job, event: told.append(event)).carry_out(are_all_training)
     assert not is_done
     assert told == ["started", "started", "stopped", "stopped"]
     for job, log in zip(jobs, logs, strict=True):
@@ -243,7 +243,7 @@ def test_a_run_that_somebody_else_makes_is_left_to_them(tmp_path: Path) -> None:
     job.folder.mkdir(parents=True)
     told: list[str] = []
     with engine.RunFolder(job.folder).locked():
-        carry_out([job], workers=1, should_stop=lambda: False, tell=lambda job, event: told.append(event))
+        Working([job], 1, lambda job, event: told.append(event)).carry_out(lambda: False)
     assert told == ["in use"]
     assert not job.failure.exists()
 
@@ -263,7 +263,7 @@ def test_a_run_that_somebody_else_began_in_the_same_moment_has_not_failed(
             stack.enter_context(engine.RunFolder(job.folder).locked())
 
     with contextlib.ExitStack() as stack:
-        carry_out([job], workers=1, should_stop=lambda: False, tell=tell)
+        Working([job], 1, tell).carry_out(lambda: False)
     assert told == ["started", "in use"]
     assert not job.failure.exists()
 

@@ -175,7 +175,7 @@ def test_the_same_row_and_seed_twice_is_refused(write: Callable[..., list[Path]]
 
 
 def request(methods: str, tmp_path: Path, **more: Any) -> Request:
-    return Request([SOURCE], methods, "0.8", "0,1", 6, tmp_path / "out", **more)
+    return Request.parse([SOURCE], methods, "0.8", "0,1", out=tmp_path / "out", **{"epochs": 6, **more})
 
 
 def test_all_rows_share_data_order_batch_size_optimizer_and_schedule(tmp_path: Path) -> None:
@@ -214,10 +214,10 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path: Path) -> None:
     job = request("rigl", tmp_path).jobs()[0]
     engine.train(job.recipe, job.folder, origin={"source": job.source, "settings": job.settings})
     with pytest.raises(GrowpruneError, match=r"was started with options.epochs=6, but the recipe has 5 now"):
-        replace(request("rigl", tmp_path), epochs=5).jobs()
+        request("rigl", tmp_path, epochs=5).jobs()
     (job.folder / "recipe.json").unlink()  # only the result was brought here
     with pytest.raises(GrowpruneError, match=r"has options.epochs=6, but the comparison has 5 now"):
-        replace(request("rigl", tmp_path), epochs=5).jobs()
+        request("rigl", tmp_path, epochs=5).jobs()
     assert request("rigl", tmp_path).jobs()
 
 

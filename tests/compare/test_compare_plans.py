@@ -34,33 +34,31 @@ def stairs(S, *, sparsity, iterations, power=1):
 """
 
 
-def request(methods: str, out: Path, seeds: str) -> Request:
-    return Request([SOURCE], methods, "0.8", seeds, 6, out)
+def request(methods: str, out: Path, seeds: str, **more: Any) -> Request:
+    return Request.parse([SOURCE], methods, "0.8", seeds, 6, out, **more)
 
 
 def finish(job: Job) -> dict[str, Any]:
     return engine.train(job.recipe, job.folder, origin={"source": job.source, "settings": job.settings})
 
 
-def test_a_method_that_was_edited_between_two_comparisons_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        ("0.25 + 0.75", "0.5 + 0.5", r"it has 'prune all to 0\.2 .* gives 'prune all to 0\.4 "),
+        ("power=1", "power=3", r"its phases look the same in plan\.json, but some numbers"),
+    ],
+)
+def test_a_run_of_an_edited_method_whose_code_was_not_recorded_is_refused(
+    old: str, new: str, says: str, tmp_path: Path
+) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
     (job,) = request(f"{own}:stairs", tmp_path / "out", "0").jobs()
     finish(job)
     assert request(f"{own}:stairs", tmp_path / "out", "0,1").jobs()
-    own.write_text(OWN.replace("0.25 + 0.75", "0.5 + 0.5"))
-    says = r"seed0 was started with another plan: it has 'prune all to 0\.2 .* gives 'prune all to 0\.4 "
-    with pytest.raises(GrowpruneError, match=says):
-        request(f"{own}:stairs", tmp_path / "out", "0,1").jobs()
-
-
-def test_another_way_to_the_same_sparsity_is_another_plan_though_it_looks_the_same_when_folded(tmp_path: Path) -> None:
-    own = tmp_path / "own.py"
-    own.write_text(OWN)
-    (job,) = request(f"{own}:stairs", tmp_path / "out", "0").jobs()
-    finish(job)
-    own.write_text(OWN.replace("power=1", "power=3"))
-    with pytest.raises(GrowpruneError, match=r"another plan: its phases look the same in plan\.json, but some numbers"):
+    own.write_text(OWN.replace(old, new))
+    with pytest.raises(GrowpruneError, match=f"seed0 was started with another plan: {says}"):
         request(f"{own}:stairs", tmp_path / "out", "0,1").jobs()
 
 
@@ -86,7 +84,7 @@ def test_every_method_is_found_again_by_the_plan_it_had(tmp_path: Path) -> None:
 
 
 def test_a_row_with_a_batch_size_of_its_own_is_found_again(tmp_path: Path) -> None:
-    wanted = replace(request("rigl task.batch_size=8", tmp_path, "0"), allow=["task.batch_size", "epochs"])
+    wanted = request("rigl task.batch_size=8", tmp_path, "0", allow=["task.batch_size", "epochs"])
     (job,) = wanted.jobs()
     finish(job)
     assert wanted.jobs()

@@ -15,7 +15,7 @@ from toy import Toy, cyclic
 from growprune import GrowpruneError, methods
 from growprune.compare import Request
 from growprune.compare.budget import Budget, cut_as_usual, nearest, num_epochs, spend
-from growprune.compare.parsing import Row, parse_rows
+from growprune.compare.typed import Row, parse_rows
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition import balanced, contiguous, per_layer
@@ -66,7 +66,7 @@ def test_a_row_without_an_allocation_has_the_usual_one_of_its_method() -> None:
 
 def test_a_row_may_have_options_of_its_own_which_are_in_its_name_and_its_folder() -> None:
     (row,) = parse_rows("cyclic_gap:global restart=false steps=4")
-    assert row == Row("cyclic_gap", "global", (("restart", "false"), ("steps", "4")))
+    assert row == Row("cyclic_gap", methods.cyclic_gap, "global", (("restart", "false"), ("steps", "4")))
     assert row.name == "cyclic_gap:global restart=false steps=4"
     assert row.folder == "cyclic_gap-global-restart=false-steps=4"
 
@@ -76,14 +76,15 @@ def test_commas_in_brackets_do_not_end_a_row(own: Path) -> None:
     assert [row.name for row in rows] == ["dense", "halves:erk cuts=[0.5,0.7]", "rigl:erk"]
 
 
-def test_a_method_with_controls_brings_them_along_once() -> None:
-    names = [row.name for row in parse_rows("gradual_gap until=0.5,gmp,gradual_gap until=0.5 control=peak")]
-    ours = "gradual_gap:global until=0.5"
+def test_controls_are_added_once_and_only_on_request() -> None:
+    text, ours = "gradual_gap until=0.5,gmp,gradual_gap until=0.5 control=peak", "gradual_gap:global until=0.5"
+    assert [row.name for row in parse_rows(text)] == [ours, "gmp:global", f"{ours} control=peak"]
+    names = [row.name for row in parse_rows(text, with_controls=True)]
     assert names == [ours, f"{ours} control=start", f"{ours} control=peak", "gmp:global"]
 
 
 def test_all_stands_for_every_method() -> None:
-    assert {row.method for row in parse_rows("all")} == set(METHODS)
+    assert {row.source for row in parse_rows("all")} == set(METHODS)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_equal_flops_let_a_method_have_the_epochs_it_needs_if_they_are_no_more_t
     assert Budget("flops", 2, 10).epochs_of(methods.cyclic_gap, lambda n: spend(base, n, 4)) == nearest
     with pytest.raises(GrowpruneError, match="needs 4 epochs for 4 steps, but the budget is 3"):
         Budget("flops", 2, 3).epochs_of(methods.cyclic_gap, lambda n: spend(base, n, 4))
-    jobs = replace(request("cyclic_gap", tmp_path, settings=["parts=contiguous(3)"]), epochs=2, budget_kind="flops")
+    jobs = request("cyclic_gap", tmp_path, settings=["parts=contiguous(3)"], epochs=2, budget_kind="flops")
     assert {job.epochs >= 3 for job in jobs.jobs()} == {True}
 
 
@@ -254,7 +255,8 @@ def test_the_papers_ratio_is_four_times_as_long_for_the_gap_methods() -> None:
 
 
 def request(methods: str, out: Path, **more: Any) -> Request:
-    return Request(["digits/tiny"], methods, "0.8,0.9", "0,1", out=out, **{"epochs": 6, **more})
+    usual = {"recipes": ["digits/tiny"], "methods": methods, "sparsities": "0.8,0.9", "seeds": "0,1", "epochs": 6}
+    return Request.parse(**{**usual, "out": out, **more})
 
 
 def test_there_is_a_run_for_each_row_sparsity_and_seed_and_one_dense_for_each_seed(tmp_path: Path) -> None:
@@ -327,7 +329,7 @@ def test_what_makes_no_comparison_is_refused_before_anything_is_run(
     more: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(GrowpruneError, match=says):
-        replace(request("rigl", tmp_path / "out"), **more).jobs()
+        request(**{"methods": "rigl", "out": tmp_path / "out", **more}).jobs()
     assert not (tmp_path / "out").exists()
 
 
@@ -339,5 +341,5 @@ def test_without_epochs_the_recipes_own_are_taken(tmp_path: Path) -> None:
 def test_the_path_of_a_method_may_have_spaces(own: Path, more: str) -> None:
     spaced = own.rename(own.with_name("my öwn file.py"))
     (row,) = parse_rows(f"{spaced}:halves{more}")
-    assert row.method == f"{spaced}:halves"
+    assert row.source == f"{spaced}:halves"
     assert row.name == f"halves{':erk' if more == ':erk' else ':uniform'}{more if '=' in more else ''}"

@@ -71,7 +71,7 @@ def test_only_the_method_dense_is_the_reference_also_beside_others_at_sparsity_0
 
 def test_a_method_of_ones_own_that_takes_no_sparsity_is_run_once_and_is_no_reference(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    request = Request([TOY], f"{tmp_path / 'own.py'}:own,rigl", "0.5,0.8", "0", 6, tmp_path / "out")
+    request = Request.parse([TOY], f"{tmp_path / 'own.py'}:own,rigl", "0.5,0.8", "0", 6, tmp_path / "out")
     jobs = request.jobs()
     assert [job.name for job in jobs] == ["own seed 0", "rigl:erk 0.5 seed 0", "rigl:erk 0.8 seed 0"]
     engine.train(jobs[0].recipe, jobs[0].folder)
@@ -161,7 +161,7 @@ def test_a_row_that_misses_its_sparsity_is_no_baseline_of_rows_that_reach_it(tmp
 
 
 def test_sparsities_that_differ_are_never_written_alike(tmp_path: Path) -> None:
-    jobs = Request([TOY], "rigl", "0,0.9,0.9000001,0.95", "0", 6, tmp_path).jobs()
+    jobs = Request.parse([TOY], "rigl", "0,0.9,0.9000001,0.95", "0", 6, tmp_path).jobs()
     assert [job.folder.parent.name for job in jobs] == ["0", "0.9", "0.9000001", "0.95"]
     assert [job.recipe.sparsity for job in jobs] == [0.0, 0.9, 0.9000001, 0.95]
     assert jobs[2].name == "rigl:erk 0.9000001 seed 0"
@@ -206,7 +206,7 @@ def test_a_row_whose_name_is_too_long_for_a_folder_is_refused(tmp_path: Path) ->
     with pytest.raises(
         GrowpruneError, match=r"name of 277 characters, but folder names can have 255\. Leave options out"
     ):
-        Request([TOY], options, "0.8", "0", 6, tmp_path).jobs()
+        Request.parse([TOY], options, "0.8", "0", 6, tmp_path).jobs()
 
 
 def test_names_of_rows_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from growprune import engine
 from growprune.cli import app
 from growprune.compare import Request, of_runs
-from growprune.compare.grid import parse_grid
 from growprune.compare.jobs import Job
+from growprune.compare.typed import parse_grid
 from growprune.engine.recipe import describe
 from growprune.engine.trainer import TrainingDiverged
 from growprune.errors import GrowpruneError
@@ -31,7 +31,7 @@ GRID = ("optimizer.lr=x1,x2", "lr_scaling=0,1")
 
 
 def request(out: Path, methods: str = "dense,rigl,gmp", seeds: str = "0,1", tune: Any = GRID, **more: Any) -> Request:
-    return Request([TOY], methods, "0.8", seeds, 6, out, tune=tune, **more)
+    return Request.parse([TOY], methods, "0.8", seeds, 6, out, tune=tune, **more)
 
 
 def typed(out: Path, *more: str, methods: str = "dense,rigl,gmp", tune: tuple[str, ...] = GRID) -> list[str]:
@@ -59,7 +59,7 @@ def fake_all(asked: Request, scores: Callable[[Job], tuple[float, float]]) -> li
         jobs = asked.jobs()
         for job in [job for job in jobs if not job.is_finished]:
             fake(job, *scores(job))
-    asked.write_choices(jobs)
+    asked.write_choices()
     return jobs
 
 
@@ -67,7 +67,7 @@ def test_every_row_gets_every_point_of_the_grid_with_the_first_seed(tmp_path: Pa
     jobs = request(tmp_path, "rigl,gmp").jobs()
     points = ["optimizer.lr=0.05 lr_scaling=0", "optimizer.lr=0.05 lr_scaling=1"]
     points += ["optimizer.lr=0.1 lr_scaling=0", "optimizer.lr=0.1 lr_scaling=1"]
-    assert [(job.row.method, job.point.name, job.seed) for job in jobs] == [
+    assert [(job.row.source, job.point.name, job.seed) for job in jobs] == [
         (method, point, 0) for method in ("rigl", "gmp") for point in points
     ]
     assert [(job.recipe.optimizer.lr, job.recipe.lr_scaling) for job in jobs[:4]] == [
@@ -105,7 +105,7 @@ def test_where_a_lower_metric_is_better_the_lowest_is_chosen(tmp_path: Path) -> 
         "@dataclass(frozen=True)\nclass Lower(Toy):\n    lower_is_better = True\n\n"
         "def recipe():\n    return replace(cyclic(), task=Lower())\n"
     )
-    asked = Request([f"{source}:recipe"], "rigl", "0.8", "0", 6, tmp_path / "out", tune=["optimizer.lr=x2,x1,x4"])
+    asked = Request.parse([f"{source}:recipe"], "rigl", "0.8", "0", 6, tmp_path / "out", tune=["optimizer.lr=x2,x1,x4"])
     jobs = fake_all(asked, lambda job: (job.recipe.optimizer.lr, 0.0))
     assert asked.table(jobs).rows[0].tuning["chosen"] == "optimizer.lr=0.05"  # type: ignore[index]
 
@@ -116,7 +116,7 @@ def test_the_other_seeds_are_known_only_when_every_point_of_a_row_is_done(tmp_pa
         fake(job, 50.0, 50.0)
     jobs = asked.jobs()
     assert [job.name for job in jobs[8:]] == ["rigl:erk 0.8 optimizer.lr=0.05 lr_scaling=0 seed 1"]
-    asked.write_choices(jobs)
+    asked.write_choices()
     rigl, gmp = asked.table(jobs).rows
     assert [run.status for run in rigl.runs] == ["finished", "unfinished"]
     assert [run.status for run in gmp.runs] == ["unfinished"]
@@ -131,7 +131,7 @@ def test_a_point_that_fails_or_is_no_number_is_shown_and_not_chosen(tmp_path: Pa
     fake(third, 20.0, 20.0)
     fake(fourth, 10.0, 30.0)
     done = CliRunner().invoke(app, typed(tmp_path, "--print-jobs", methods="rigl"))
-    assert [shlex.split(line)[5] for line in done.stdout.splitlines()] == [
+    assert [shlex.split(line)[2] for line in done.stdout.splitlines()] == [
         str(first.folder),  # to be tried again by whoever likes to
         str(third.folder.with_name("seed1")),
     ]
@@ -147,7 +147,7 @@ def test_a_point_that_fails_or_is_no_number_is_shown_and_not_chosen(tmp_path: Pa
 def test_a_row_of_which_no_point_finishes_says_so_and_the_others_go_on(tmp_path: Path) -> None:
     asked = request(tmp_path, "rigl,gmp", seeds="0")
     for job in asked.jobs():
-        fail(job, "diverged") if job.row.method == "rigl" else fake(job, 50.0, 40.0)
+        fail(job, "diverged") if job.row.source == "rigl" else fake(job, 50.0, 40.0)
     command = [word if word != "0,1" else "0" for word in typed(tmp_path, methods="rigl,gmp")]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert done.exit_code == 1, done.output
@@ -204,7 +204,7 @@ def test_print_jobs_prints_phase_one_and_says_that_more_will_come(tmp_path: Path
     for job in request(tmp_path, "rigl").jobs():
         fake(job, 50.0, 50.0)
     done = CliRunner().invoke(app, typed(tmp_path, "--print-jobs", methods="rigl"))
-    assert [line.split("--out ")[1].split()[0] for line in done.stdout.splitlines()] == [
+    assert [line.split("resume ")[1] for line in done.stdout.splitlines()] == [
         f"{tmp_path}/rigl-erk/0.8/optimizer.lr=0.05-lr_scaling=0/seed1"
     ]
     assert done.stderr == ""
@@ -216,7 +216,7 @@ def test_a_point_that_a_scheduler_ran_and_that_failed_is_not_waited_for(tmp_path
     fake(good, 50.0, 50.0)
     with pytest.raises(TrainingDiverged):
         engine.train(bad.recipe, bad.folder)
-    assert asked.is_tuned(asked.jobs())
+    assert asked.is_tuned()
     assert [job.name for job in asked.jobs()[2:]] == ["rigl:erk 0.8 optimizer.lr=0.05 seed 1"]
 
 

@@ -14,8 +14,8 @@ from paths import TOY as TOY_FILE
 
 from growprune import methods
 from growprune.compare import Request, of_runs
-from growprune.compare.parsing import parse_rows
 from growprune.compare.small import make_small, size_of
+from growprune.compare.typed import parse_rows
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.report import page
@@ -136,7 +136,7 @@ def test_the_rows_are_named_and_parsed() -> None:
 
 def asked(out: Path, **more: Any) -> Request:
     rows = "dense,rigl,small_dense,small_dense:flops"
-    return Request(["digits/dense"], rows, "0.8,0.9", "0,1", 2, out, ["task.width=16"], **more)
+    return Request.parse(["digits/dense"], rows, "0.8,0.9", "0,1", 2, out, ["task.width=16"], **more)
 
 
 SCORES = {"dense": 95.0, "rigl:erk": 90.0, "small_dense": 99.0, "small_dense:flops": 85.0}
@@ -198,11 +198,11 @@ def test_with_equal_flops_a_small_model_trains_for_as_many_flops_as_the_full_one
 
 def test_a_printed_command_trains_the_small_model(tmp_path: Path) -> None:
     job = next(job for job in asked(tmp_path).jobs() if job.row.equal == "flops" and job.sparsity == 0.9)
-    assert "task.width=5" in job.arguments
+    assert job.settings["task.width"] == "5"
     assert job.recipe.task == replace(Digits(), width=5)
     assert job.recipe.method is methods.dense
 
 
 def test_a_pattern_of_blocks_means_nothing_to_a_small_dense_model(tmp_path: Path) -> None:
-    request = Request([f"{TOY_FILE}:cyclic"], "small_dense", "0.8", "0", 6, tmp_path, ["pattern=1x2"])
+    request = Request.parse([f"{TOY_FILE}:cyclic"], "small_dense", "0.8", "0", 6, tmp_path, ["pattern=1x2"])
     assert [job.recipe.pattern for job in request.jobs()] == ["unstructured"]

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "runs": "files logs",
     "engine": f"{LIBRARY} sharding files training logs runs tasks.task",
     "recipes": f"{LIBRARY} tasks engine",
-    "compare": f"{LIBRARY} files tasks engine recipes runs",
+    "compare": f"{LIBRARY} files tasks logs runs engine recipes",
     "report": "plan methods files runs",
     "integrations": f"{LIBRARY} files training",
     "cli": f"{LIBRARY} files deployment tasks logs engine recipes runs compare report",

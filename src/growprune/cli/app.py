@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from growprune.errors import PACKAGE, GrowpruneError, shorten
+from growprune.errors import GrowpruneError, is_users_file, shorten
 
 if TYPE_CHECKING:
     from growprune.engine import Recipe, RunFolder
@@ -97,14 +96,12 @@ def _failure_in_users_code(error: Exception) -> str:
 
     Users' code is all outside growprune, the standard library and installed packages.
     """
-    installed = [PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         theirs = [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=error.text)]
         message, innermost = f"SyntaxError: {error.msg}", theirs[-1]
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        files = [f for f in frames if not f.filename.startswith("<")]
-        theirs = [f for f in files if not any(Path(f.filename).is_relative_to(folder) for folder in installed)]
+        theirs = [frame for frame in frames if is_users_file(frame.filename)]
         if not theirs:
             return ""
         message, innermost = f"{type(error).__name__}: {error}", frames[-1]

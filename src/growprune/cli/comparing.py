@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -14,17 +14,20 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from growprune.cli.app import AsJson, Data, Settings, one_line_errors
+from growprune.cli.progress import duration
 from growprune.cli.screen import err, print_json
 from growprune.cli.screen import out as console
 from growprune.cli.stopping import stopping
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
-    from growprune.compare import Comparison, Job
+    from growprune.compare import Comparison, Job, Request
     from growprune.runs import RunRow
 
 SHORT = {"training": "train", "inference": "infer", "average": "mean"}
 """Words of headings that are shorter on the screen, so that names of rows fit into 80 columns."""
+OPERATIONS, WIDE = "inference FLOPs", 100
+"""On screens of fewer columns, operations are among the costs, and not beside the score."""
 ALIKE = ("epochs", "runs")
 """Columns that are hidden if all rows have the same value."""
 
@@ -72,6 +75,9 @@ def compare(
         list[str],
         typer.Option(metavar="KEY=VALUE,...", help="Tune each row over this grid. x2 means twice the recipe's value."),
     ] = [],  # noqa: B006
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Add rows that never grow, for methods that have such controls.")
+    ] = False,
     allow: Annotated[list[str], typer.Option(metavar="FIELD", help="Recipe field that may differ between rows.")] = [],  # noqa: B006
     workers: Annotated[int, typer.Option(min=1, help="Number of runs at a time.")] = 1,
     retry: Annotated[bool, typer.Option("--retry", help="Run failed runs again.")] = False,
@@ -79,61 +85,91 @@ def compare(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, and write comparison.md.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare methods on equal terms: train them, or use finished runs."""
+    """Compare methods on equal terms: train them, or use finished runs.
+
+    The exit code is 1 if a run of the table is not finished.
+    """
     from growprune.compare import Request, of_runs
 
     show = functools.partial(_show, out=out, as_markdown=markdown, as_json=as_json)
-    if not methods and tune:
-        raise GrowpruneError("--tune needs a recipe and --methods, such as: digits/dense --methods dense,gmp")
+    if not methods and (tune or controls):
+        option = "--tune" if tune else "--controls"
+        raise GrowpruneError(f"{option} needs a recipe and --methods, such as: digits/dense --methods dense,gmp")
     if not methods:
-        return show(of_runs([Path(path) for path in what], allow))
-    request = Request(
-        what, methods, sparsities, seeds, epochs or 0, out, settings, data, budget, max_epochs, allow, tune
+        comparison = of_runs([Path(path) for path in what], allow)
+        show(comparison)
+        raise typer.Exit(1 if comparison.errors else 0)
+    request = Request.parse(
+        *(what, methods, sparsities, seeds, epochs or 0, out, settings, data, budget, max_epochs, allow, tune),
+        with_controls=controls,
     )
-    jobs = request.jobs()
-    request.write_choices(jobs)
-    if print_jobs:
-        return _print_jobs(jobs, is_all=request.is_tuned(jobs))
-    with stopping() as should_stop:
+    with stopping() as should_stop, request.locked():
+        jobs = _next_jobs(request)
+        if print_jobs:
+            return _print_jobs(jobs, is_all=request.is_tuned())
         is_done = _carry_out(jobs, workers, should_stop, retry=retry)
         if is_done and tune:
-            jobs = request.jobs()  # the other seeds of each row's choice are known now
-            request.write_choices(jobs)
+            jobs = _next_jobs(request)  # the other seeds of each row's choice are known now
             is_done = _carry_out(jobs, workers, should_stop)
-    comparison = request.table(jobs)
-    show(comparison)
+        comparison = request.table(jobs)
+        show(comparison)
     if not is_done or comparison.errors:
         raise typer.Exit(128 + should_stop.signal if should_stop.signal else 1)
     return None
 
 
+def _next_jobs(request: Request) -> list[Job]:
+    """The runs that are known so far, ready to be started. Say if some run again because code changed."""
+    jobs = request.jobs()
+    for line in request.prepare(jobs):
+        _print_progress(line)
+    request.write_choices()
+    return jobs
+
+
 def _print_jobs(jobs: Sequence[Job], *, is_all: bool) -> None:
     print("".join(f"{job.command}\n" for job in jobs if not job.is_finished), end="")
     if not is_all:
-        err().print(
-            "These runs tune. When they are done, run this command again to get the remaining seeds of each row.",
-            highlight=False,
-            soft_wrap=True,
+        _print_progress(
+            "These runs tune. When they are done, run this command again to get the remaining seeds of each row."
         )
 
 
 def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool], *, retry: bool = False) -> bool:
-    """Run all unfinished jobs and print how each ended. Return False if interrupted."""
-    from growprune.compare import working
+    """Train all unfinished runs and print how they go. Return False if interrupted."""
+    from growprune.compare.working import Working, last_epoch
+    from growprune.runs import read_run
 
     if retry:
         for job in jobs:
             job.failure.unlink(missing_ok=True)
     done = sum(job.is_finished for job in jobs)
     if done:
-        err().print(f"{done} of {len(jobs)} runs are finished already")
+        _print_progress(f"{done} of {len(jobs)} runs are finished already")
 
     def tell(job: Job, event: str) -> None:
-        finished = sum(other.is_finished for other in jobs)
-        why = {"failed": f": {job.error}", "in use": " by another process, skipped"}.get(event, "")
-        err().print(f"[{finished}/{len(jobs)}] {job.name}: {event}{why}", highlight=False, soft_wrap=True)
+        said = {"failed": f"failed: {job.error}", "in use": "in use by another process, skipped"}.get(event, event)
+        if event == "finished":
+            run = read_run(job.folder)
+            scores = {"validation": run.validation, "test": run.test}
+            known = [f"{name} {score:.4g}" for name, score in scores.items() if score is not None]
+            said += f", {run.metric.name}: {', '.join(known)}" if known else ""
+        if event == "progress":
+            epoch: Mapping[str, Any] = last_epoch(job)
+            score = (epoch.get("validation") or {}).get(epoch.get("metric"))
+            said = f"epoch {epoch.get('epoch', 0)} of {job.epochs:g}"
+            said += "" if score is None else f", validation {epoch['metric']} {score:.4g}"
+        if event != "started":
+            left = working.seconds_left
+            said += f"; {duration(working.seconds)} elapsed" + ("" if left is None else f", {duration(left)} left")
+        _print_progress(f"[{sum(other.is_finished for other in jobs)}/{len(jobs)}] {job.name}: {said}")
 
-    return working.carry_out(jobs, workers=workers, should_stop=should_stop, tell=tell)
+    working = Working(jobs, workers, tell)
+    return working.carry_out(should_stop)
+
+
+def _print_progress(line: str) -> None:
+    err().print(line, highlight=False, soft_wrap=True)
 
 
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
@@ -156,9 +192,13 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
     cells = [comparison.cells(row) for row in comparison.rows]
     names = _names(comparison.rows, cells)
     heads = [head for head in QUALITY[2:] if not _is_plain(head, {each[head] for each in cells})]
+    costs = [*COST]
+    if console().width < WIDE:
+        heads.remove(OPERATIONS)
+        costs.insert(1, OPERATIONS)
     console().print(_table(heads, names, cells))
     _say("cost, as a fraction of dense:")
-    console().print(_table(COST, names, cells))
+    console().print(_table(costs, names, cells))
     if comparison.tunings:
         _say("tuning, chosen by the validation metric:")
         console().print(_tuning_table([cells_of(tuning) for tuning in comparison.tunings]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,6 +102,7 @@ def resume(
     """Resume a run from its last checkpoint."""
     from growprune import engine
     from growprune.engine.override import override, parse_settings
+    from growprune.engine.source import digests
     from growprune.recipes import find
 
     origin = trusted_origin(engine.RunFolder(folder), trust)
@@ -110,6 +112,11 @@ def resume(
     # without the stored settings the recipe would differ from the stored one, and resume would refuse it
     given = with_absolute_weights(parse_settings(settings)) | _logged(log) | place(data, recipe)
     origin["settings"] = (origin.get("settings") or {}) | given
+    files = digests(origin["source"], origin["settings"].get("method", ""))
+    changed = [name for name, digest in files.items() if origin.get("files", {}).get(name, digest) != digest]
+    if changed:
+        print(f"growprune: warning: {', '.join(changed)} changed since this run was started", file=sys.stderr)
+    origin["files"] = files
     recipe = override(recipe, origin["settings"])
     title = f"{origin['source']} seed {recipe.seed}"
     with stopping() as stop, say_how_to_resume(folder, stop), progress(title) as on_event:
@@ -128,7 +135,7 @@ def _train(
     from growprune import engine
     from growprune.engine.folder import HoldsRun
     from growprune.engine.override import override
-    from growprune.engine.source import absolute
+    from growprune.engine.source import absolute, digests
     from growprune.recipes import find
 
     recipe = find(source)
@@ -136,7 +143,9 @@ def _train(
     if "method" in settings:
         settings["method"] = absolute(settings["method"])
     recipe = override(recipe, settings)
-    origin = {"source": absolute(source), "settings": settings}  # so that resume finds it from any folder
+    # so that resume finds the recipe from any folder, and tables say whether the user's code was the same
+    origin: dict[str, Any] = {"source": absolute(source), "settings": settings}
+    origin["files"] = digests(source, settings.get("method", ""))
     with say_how_to_resume(out, should_stop), progress(f"{source} seed {recipe.seed}") as on_event:
         how: dict[str, Any] = {"origin": origin, "on_event": on_event, "should_stop": should_stop}
         try:

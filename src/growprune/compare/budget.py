@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
@@ -81,9 +82,14 @@ def nearest(price: Callable[[int], int], target: int, least: int, most: int) -> 
     return min(close, key=lambda n: (abs(price(n) - target), n))
 
 
-def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
-    """Return the recipe with options that make its plan as long as `epochs`. Options that are set stay."""
-    S, about = _parts_of(recipe), declaration_of(recipe.method)
+def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int, S: Partition | None = None) -> Recipe:
+    """Return the recipe with options that make its plan as long as `epochs`. Options that are set stay.
+
+    Args:
+        S: its `parts_of`, if known.
+    """
+    S = parts_of(recipe) if S is None else S
+    about = declaration_of(recipe.method)
     if about.parts:  # so that results contain it
         number = recipe.parts if isinstance(recipe.parts, int) else recipe.chosen()["parts"].num_parts
         recipe = replace(recipe, options={about.parts: number or min(PARTS, len(S)), **recipe.options})
@@ -94,25 +100,21 @@ def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
     return replace(recipe, options={**lengths, **recipe.options})
 
 
-def check_length(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> None:
-    """Raise if a recipe does not train for `epochs` epochs."""
-    total = num_epochs(recipe, iterations_per_epoch)
-    if round(total) != epochs:  # branches in iterations may leave a few over
-        options = ", ".join(f"{name}={value}" for name, value in recipe.options.items())
-        raise GrowpruneError(
-            f"{recipe.method.__name__} trains for {total:g} epochs with {options}, but the budget is {epochs}. Change "
-            f"its options, or add --allow epochs"
-        )
-
-
-def num_epochs(recipe: Recipe, iterations_per_epoch: int) -> float:
+def num_epochs(recipe: Recipe, iterations_per_epoch: int, S: Partition | None = None) -> float:
     """Epochs of all phases and all branches, as the paper counts them."""
-    return _length(recipe, _parts_of(recipe), iterations_per_epoch)
+    plan = recipe.plan_over(parts_of(recipe) if S is None else S, iterations_per_epoch)
+    return plan_length(plan, iterations_per_epoch) / iterations_per_epoch
 
 
-def _parts_of(recipe: Recipe) -> Partition:
+def shape_of(recipe: Recipe) -> nn.Module:
+    """The model of a task, without values."""
     with torch.device("meta"):
-        model = recipe.task.build_model()
+        return recipe.task.build_model()
+
+
+def parts_of(recipe: Recipe, model: nn.Module | None = None) -> Partition:
+    """The parts of the task's model, which is built if it is not given."""
+    model = shape_of(recipe) if model is None else model
     return recipe.settings.cut(model, recipe.settings.kept_dense(model)[0])
 
 
@@ -129,7 +131,7 @@ def _in_iterations(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) ->
     """Options for a method in iterations. If branches count their own, choose iterations that total about `epochs`."""
 
     def at(**length: int) -> float:
-        return _length(replace(recipe, options={**recipe.options, **length}), S, per_epoch)
+        return num_epochs(replace(recipe, options={**recipe.options, **length}), per_epoch, S)
 
     lengths = fill_lengths(recipe.method, recipe.options, epochs * per_epoch, parts=len(S))
     del lengths["iterations"]
@@ -146,7 +148,7 @@ def _in_epochs(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
     branches = 1
     if declaration_of(recipe.method).length == "steps * epochs + finetune":
         step = {"steps": 1, "epochs": 1, "finetune": 0}
-        branches = round(_length(replace(recipe, options={**recipe.options, **step}), S, 1))
+        branches = round(num_epochs(replace(recipe, options={**recipe.options, **step}), 1, S))
     lengths = fill_lengths(recipe.method, recipe.options, epochs, parts=len(S), branches=branches)
     needed = lengths.get("steps", 0) * branches * lengths.get("epochs", 0)
     if needed > epochs:
@@ -155,10 +157,6 @@ def _in_epochs(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
             f"Increase --epochs, or use fewer parts with --set parts=contiguous(2)"
         )
     return lengths
-
-
-def _length(recipe: Recipe, S: Partition, per_epoch: int) -> float:
-    return plan_length(recipe.plan_over(S, per_epoch), per_epoch) / per_epoch
 
 
 def num_iterations_per_epoch(recipe: Recipe) -> int:

@@ -74,11 +74,6 @@ class Comparison:
         return [baseline(row, self.rows) for row in self.rows]
 
     @property
-    def is_complete(self) -> bool:
-        """True if every run is finished."""
-        return all(row.is_complete for row in self.rows)
-
-    @property
     def terms(self) -> str:
         """Recipe, sparsity and epochs, as far as all rows share them."""
         sparsities = {row.sparsity for row in self.rows if row.has_sparsity}
@@ -90,11 +85,12 @@ class Comparison:
 
     @property
     def errors(self) -> list[str]:
-        """One line for each failed run, including tuning runs."""
+        """One line for each run that has no result, including tuning runs. Empty if the table is complete."""
         said = [line for tuning in self.tunings for line in errors_of(tuning)]
         for row in [row for row in self.rows if not row.tuning or row.tuning["chosen"]]:
-            failed = [run for run in row.runs if run.status == "failed"]
-            said += [f"{row.name} {in_full(row.sparsity)} seed {run.seed} failed: {run.why}" for run in failed]
+            for run in [run for run in row.runs if not run.is_finished]:
+                what = "failed" if run.status == "failed" else f"is {run.status}"
+                said.append(f"{row.name} {in_full(row.sparsity)} seed {run.seed} {what}: {run.why}")
         return said
 
     @property

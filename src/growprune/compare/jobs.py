@@ -1,34 +1,25 @@
-"""The runs of a comparison: their commands and their state."""
+"""The runs of a comparison: their folders and their state. A worker needs nothing but the folder of its run."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from growprune.compare.budget import Budget, check_length, cut_as_usual, num_epochs, num_iterations_per_epoch, spend
-from growprune.compare.grid import Grid, Point, points_of
-from growprune.compare.parsing import LONGEST, Row
-from growprune.compare.small import make_small
+from growprune.compare.typed import Point, Row
 from growprune.engine.compatibility import check_same_recipe, check_same_work, fields_of
-from growprune.engine.folder import RunFolder
-from growprune.engine.override import override
-from growprune.engine.recipe import Recipe, describe, own_options
-from growprune.engine.source import absolute
+from growprune.engine.folder import RunFolder, is_in_use
+from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.plan.settings import check_counts, check_sparsity
-from growprune.recipes import find
 from growprune.runs import Record, read_run
-from growprune.runs.comparable import MAY_CHANGE, deciding, flat, say_grid
+from growprune.runs.comparable import MAY_CHANGE, flat
 from growprune.runs.metric import in_full
 from growprune.runs.record import failure_file
 
-OWN = ("method", "options", "sparsity", "allocation", "seed")
-"""Fields of the recipe that belong to rows and runs. `--set` cannot change them."""
-NO_GRID: Grid = {}
+EARLIER = ".earlier"
+"""Folder in --out for runs that were made again. Tables do not look into folders with a dot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +31,13 @@ class Job:
     point: Point
     seed: int
     epochs: float
+    recipe: Recipe
     source: str
     """The source of the recipe that all jobs are made from."""
-    settings: dict[str, str]
-    """Settings of this run in the recipe."""
-    recipe: Recipe
+    settings: Mapping[str, str]
+    """What makes `recipe` of that source."""
+    files: Mapping[str, str]
+    """Digests of the user's own files that the run executes, by name."""
     folder: Path
 
     @property
@@ -61,8 +54,7 @@ class Job:
     @property
     def arguments(self) -> list[str]:
         """Arguments of `growprune` that start the run, or resume it."""
-        settings = [word for key, value in self.settings.items() for word in ("--set", f"{key}={value}")]
-        return ["train", self.source, "--resume", "--out", str(self.folder), *settings]
+        return ["resume", str(self.folder)]
 
     @property
     def command(self) -> str:
@@ -93,7 +85,34 @@ class Job:
         run = read_run(self.folder)
         if run.damage:
             raise GrowpruneError(run.damage)
-        return replace(run, origin={"row": self.row.name, **run.origin})
+        return run
+
+    def changed_files(self) -> list[str]:
+        """The user's files that have changed since the run was begun. Unknown for results from before."""
+        if not self.files or not self.folder.exists():
+            return []
+        then = self.read().origin.get("files") or self.files
+        return [name for name in {**then, **self.files} if then.get(name) != self.files.get(name)]
+
+    def put_aside(self, out: Path) -> None:
+        """Move the run to a folder for earlier ones, to be made again."""
+        if is_in_use(self.folder):
+            raise GrowpruneError(f"{self.folder} is in use by another process. Wait for it, or stop it first")
+        place = out / EARLIER / self.folder.relative_to(out)
+        number = next(n for n in range(1, 10**6) if not place.with_name(f"{place.name}-{n}").exists())
+        with writing_to(place.parent):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.rename(place.with_name(f"{place.name}-{number}"))
+            self.failure.unlink(missing_ok=True)
+
+    def write_recipe(self) -> None:
+        """Write recipe.json, with all that a worker needs, unless the run has begun."""
+        folder = RunFolder(self.folder)
+        if not folder.recipe.exists() and not self.is_finished:
+            origin = {"source": self.source, "settings": dict(self.settings)}
+            with writing_to(self.folder):
+                folder.make()
+                folder.write_recipe(self.recipe, origin | {"row": self.row.name, "files": dict(self.files)})
 
     def check_folder(self, iterations_per_epoch: int) -> None:
         """Raise if the folder has a run of another recipe, plan or model."""
@@ -122,132 +141,3 @@ def writing_to(folder: Path) -> Iterator[None]:
             f"cannot write to {folder} ({error.strerror or error}). Check disk space and permissions, or choose "
             f"another --out"
         ) from error
-
-
-def make_jobs(
-    source: str,
-    rows: Sequence[Row],
-    sparsities: Sequence[float],
-    seeds: Sequence[int],
-    budget: Budget,
-    out: Path,
-    settings: Mapping[str, str],
-    allowed: Sequence[str] = (),
-    grid: Grid = NO_GRID,
-) -> list[Job]:
-    """All runs, seed by seed, so that an interrupted comparison has all rows for its first seeds.
-
-    With a grid there is one run per point. Points that give the same run of a row share one.
-    """
-    _check(sparsities, seeds, settings)
-    found = find(source)
-    base = override(found, settings)
-    cells = [(row, s) for row in rows for s in (sparsities if row.takes_sparsity else [0.0])]
-    made = [m for row, s in cells for m in _settle_points(base, row, s, budget, "epochs" in allowed, grid)]
-    jobs = []
-    for seed in seeds:
-        for row, sparsity, point, own, epochs in made:
-            whole = {**settings, **own, "seed": str(seed)}
-            folder = out.resolve() / row.folder / in_full(sparsity) / point.folder / f"seed{seed}"
-            recipe = override(found, whole)
-            jobs.append(Job(row, sparsity, point, seed, epochs, absolute(source), whole, recipe, folder))
-    return jobs
-
-
-def _check(sparsities: Sequence[float], seeds: Sequence[int], settings: Mapping[str, str]) -> None:
-    for sparsity in sparsities:
-        check_sparsity(sparsity)
-    for seed in seeds:
-        check_counts(0, seed=seed)
-    for what, values in (("--sparsities", sparsities), ("--seeds", seeds)):
-        if not values or len(set(values)) < len(values):
-            raise GrowpruneError(f"{what} must be one or more different values, got {list(values)}")
-    for key in settings:
-        if key.partition(".")[0] in OWN:
-            raise GrowpruneError(f"--set {key}: rows of a comparison set it. Use --methods, --sparsities or --seeds")
-
-
-def _place(row: Row, key: str, options: Sequence[str]) -> str:
-    """The setting for a key of a row: an option of its method, or a field of the recipe."""
-    if key in options:
-        return f"options.{key}"
-    if key.partition(".")[0] not in {field.name for field in fields(Recipe)}:
-        method, known = row.method.rpartition(":")[2], ", ".join(options) or "none"
-        raise GrowpruneError(
-            f"the row {row.name!r} has an unknown key {key!r}. Options of {method} are: {known}. Or give a field of "
-            f"the recipe, such as optimizer.lr"
-        )
-    return key
-
-
-Settled = tuple[Row, float, Point, dict[str, str], float]
-"""A row, a sparsity, a point, the settings for the recipe, and the number of epochs."""
-
-
-def _settle_points(base: Recipe, row: Row, sparsity: float, budget: Budget, is_free: bool, grid: Grid) -> list[Settled]:
-    """All points of a row's grid. Points that give the same run appear once."""
-    own = _own_settings(base, row, sparsity)
-    settled: dict[str, Settled] = {}
-    points = points_of(grid, row, override(base, own))
-    for point in points:
-        try:
-            _check_apart(row, own, point)
-            made, epochs = _settle(base, row, sparsity, budget, is_free, own | dict(point.settings))
-            run = Record(Path(), recipe=describe(override(base, made)))
-        except GrowpruneError as error:
-            if not grid:
-                raise
-            said = str(error).replace("--set ", "--tune ")  # which is how the value was given
-            raise GrowpruneError(f"{row.name}, {point.name}: {said}") from error
-        settled.setdefault(json.dumps(deciding(run), sort_keys=True), (row, sparsity, point, made, epochs))
-    if len(points) > 1 == len(settled):
-        raise GrowpruneError(
-            f"--tune {say_grid(grid)}: all {len(points)} points give the same run of {row.name}, so this row would not "
-            f"be tuned. Tune a setting that affects it, such as optimizer.lr, or leave the row out"
-        )
-    return [*settled.values()]
-
-
-def _check_apart(row: Row, own: Mapping[str, str], point: Point) -> None:
-    """Raise if a row sets a field that is tuned, or if its folder names are too long."""
-    if both := [key for key, _ in point.settings if key in own]:
-        raise GrowpruneError(f"the row sets {both[0]}, but --tune tunes it for all rows. Leave one of them out")
-    if len(point.folder) > LONGEST:
-        raise GrowpruneError(f"folder names can have {LONGEST} characters, got {len(point.folder)}. Tune fewer")
-
-
-def _own_settings(base: Recipe, row: Row, sparsity: float) -> dict[str, str]:
-    """The settings of a row in the recipe."""
-    own = {"method": row.method, "options": "{}", "sparsity": repr(0.0 if row.equal else sparsity)}
-    own |= {"allocation": row.allocation} if row.allocation and row.takes_sparsity else {}
-    options = own_options(override(base, own).method)
-    return own | {_place(row, key, options): value for key, value in row.settings}
-
-
-def _settle(
-    base: Recipe, row: Row, sparsity: float, budget: Budget, is_free: bool, own: dict[str, str]
-) -> tuple[dict[str, str], float]:
-    """Settings of a row in the recipe, and its number of epochs. If free, its own options may set the epochs."""
-    begun = chosen = override(base, own)
-    per_epoch = num_iterations_per_epoch(chosen)
-    share = 1.0
-    if row.equal:
-        begun = make_small(begun, sparsity, row.equal)
-        share = begun.options["small"]["flops"]
-        own = own | {f"task.{name}": json.dumps(value) for name, value in begun.options["small"]["task"].items()}
-        own |= {"pattern": begun.pattern}
-    if "parts" not in own:
-        begun = cut_as_usual(begun)
-
-    def at(epochs: int) -> Recipe:
-        return spend(begun, epochs, per_epoch)
-
-    epochs = budget.epochs_of(begun.method, at, share)
-    filled = at(epochs)
-    if not is_free:
-        check_length(filled, epochs, per_epoch)
-    own = {key: value for key, value in own.items() if not key.startswith("options.")}
-    own["options"] = json.dumps(describe(filled.options), separators=(",", ":"))
-    if filled.parts != chosen.parts:
-        own["parts"] = str(filled.parts)
-    return own, round(num_epochs(filled, per_epoch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -113,7 +114,7 @@ class Recipe:
         if self.counts_iterations and {"epochs", "iterations"} <= self.options.keys():
             raise GrowpruneError(f"options of {self.method.__name__} has both epochs and iterations. Give one of them")
 
-    @property
+    @cached_property
     def settings(self) -> Settings:
         """What the recipe says of sparsity, as `sparsify` takes it."""
         options, epochs = dict(self.options), None

@@ -36,8 +36,12 @@ def read(path: Path, names: Names, remedy: str) -> dict[str, Any]:
 
 def write(path: Path, value: Any) -> None:
     """Write a JSON file atomically. nan and infinity become null."""
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False)
+    except ValueError:
+        text = json.dumps(finite(value), indent=2, allow_nan=False)
     with replacing(path) as file:
-        file.write((json.dumps(finite(value), indent=2, allow_nan=False) + "\n").encode())
+        file.write(f"{text}\n".encode())
 
 
 def fault(content: Any, names: Names) -> str:

@@ -328,16 +328,22 @@ def best_baseline(own: Mapping[int, float], others: Mapping[Key, Mapping[int, fl
 
 
 def notes_on_versions(runs: Sequence[Record]) -> list[str]:
-    """Say which versions of growprune made the runs, if not all were made by one that is known."""
+    """Say which versions of growprune and of the user's own files made the runs, if they differ or are unknown."""
+    files: dict[str, set[str]] = {}
+    for run in runs:
+        for name, digest in (run.origin.get("files") or {}).items() if run.is_finished else ():
+            files.setdefault(name, set()).add(digest)
+    notes = [f"{name} is not the same in all runs" for name, found in files.items() if len(found) > 1]
     made: dict[str, int] = {}
     for run in runs:
         if run.result is not None:
             name = version_of(run.result.environment)
             made[name] = made.get(name, 0) + 1
     if len(made) < 2 and not any("unknown" in name for name in made):
-        return []
-    counts = "; ".join(f"{name} ({count} runs)" for name, count in sorted(made.items(), key=lambda item: -item[1]))
-    return [f"made by {'different versions of ' if len(made) > 1 else ''}growprune: {counts}"]
+        return notes
+    ordered = sorted(made.items(), key=lambda item: -item[1])
+    counts = "; ".join(f"{name} ({count} run{'' if count == 1 else 's'})" for name, count in ordered)
+    return [*notes, f"made by {'different versions of ' if len(made) > 1 else ''}growprune: {counts}"]
 
 
 def version_of(environment: Json) -> str:
