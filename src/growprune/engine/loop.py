@@ -234,10 +234,7 @@ class Run:
         sees = self.folder.recipe.read_text() if self.folder.recipe.is_file() else "nothing"
         batch = next(iter(self.task.batches(seed=0, start=0, device=torch.device("cpu"))), None)
         fields = fields_of(self.recipe) | {"task.data": None, "weights": None}  # which may lie elsewhere
-        version = environment(self.device) | {
-            "commit": None,
-            "source": None,
-        }  # not known without git
+        version = environment(self.device) | {"commit": None, "source": None}  # which take git to know
         texts = {
             "recipe": json.dumps(fields),
             "version": json.dumps(version),
