@@ -13,9 +13,11 @@ from torch import nn
 import growprune as gp
 from growprune.masks.partition import Balanced, Partition, parse_partition
 from growprune.methods import gradual_gap, granet, parallel_gradual_gap
-from growprune.plan import Action, Fork, Part, Phase, walk
+from growprune.methods.gradual_gap import FIRST_EDITION
+from growprune.plan import Action, Fork, Part, Phase, grow, prune, walk
 from growprune.sparse.cursor import Cursor
 
+FIRST: dict[str, Any] = FIRST_EDITION
 FOUR = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
 
 
@@ -24,7 +26,7 @@ def lines(plan: Any) -> list[str]:
 
 
 def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, until=0.6, power=1)
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, until=0.6, **FIRST)
     assert lines(plan) == [
         "prune all to 0.5 by random: 0",
         "prune all to 0.5, grow S0 to dense: 3",
@@ -36,7 +38,7 @@ def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
 
 
 def test_the_first_sparsity_is_held_until_begin_while_the_parts_grow() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, begin=0.3, until=0.9)
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, until=0.9, **FIRST | {"begin": 0.3})
     # held for 6 of 20 iterations, then from 0.5 to 0.9 in the next 12
     assert lines(plan) == [
         "prune all to 0.5 by random: 0",
@@ -50,29 +52,22 @@ def test_the_first_sparsity_is_held_until_begin_while_the_parts_grow() -> None:
     ]
 
 
-def test_without_begin_every_number_of_the_plan_is_what_it_was() -> None:
-    plan = list(gradual_gap(FOUR, sparsity=0.9, iterations=977, start=0.37, power=3))
-    assert plan == list(gradual_gap(FOUR, sparsity=0.9, iterations=977, start=0.37, power=3, begin=0.0))
-    risen = [edit.to for phase in plan[1:-1] for edit in phase.edits if edit.action is Action.PRUNE]  # type: ignore[union-attr]
-    assert risen == [0.9 + (0.37 - 0.9) * (1 - t / 733) ** 3 for t in range(0, 733, 16)]
-
-
 def test_a_first_sparsity_that_is_held_to_the_end_of_the_steps_jumps_to_the_target() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=8, every=2, start=0.5, begin=0.5, until=0.5)
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=8, every=2, start=0.5, until=0.5, **FIRST | {"begin": 0.5})
     assert lines(plan)[1:] == ["prune all to 0.5, grow S0 to dense: 2"] + [
         "prune all to 0.5, grow S1 to dense: 2",
         "prune all to 0.9: 4",
     ]
 
 
-def test_it_rises_evenly_and_three_fifths_of_the_weights_live_at_most_if_nothing_is_said() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.8, iterations=12, every=6, until=1.0)
-    # a quarter is grown, and 0.4 are zero: 0.4 / 0.75 of the rest
-    assert lines(plan)[:3] == [
-        "prune all to 0.5333 by random: 0",
-        "prune all to 0.5333, grow S0 to dense within 0.6: 6",
-        "prune all to 0.6667, grow S1 to dense within 0.6: 6",
-    ]
+def test_it_holds_a_sparse_start_until_gmps_curve_passes_it_and_grows_early_if_nothing_is_said() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.8, iterations=40, every=4)
+    # a quarter is grown within 0.6, so 0.4 / 0.75 of the rest are zero at first; parts grow for 0.3 * 40 iterations
+    held = ["prune all to 0.5333 by random: 0"]
+    held += [f"prune all to 0.5333, grow S{i} to dense within 0.6: 4" for i in range(3)]
+    # the curve goes from 0 at 4 to 0.8 at 30; after 12 and 16 it is at 0.8 (1 - (18/26)^3) and 0.8 (1 - (14/26)^3)
+    assert lines(plan)[:6] == [*held, "prune all to 0.5345: 4", "prune all to 0.6751: 4"]
+    assert lines(plan)[-1] == "prune all to 0.8: 10"
 
 
 def test_a_model_that_cannot_keep_to_the_usual_peak_comes_as_near_as_it_can() -> None:
@@ -82,7 +77,9 @@ def test_a_model_that_cannot_keep_to_the_usual_peak_comes_as_near_as_it_can() ->
 
 
 def test_it_rises_as_gmp_does_with_a_power_of_three() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, power=3, control="start")
+    plan = gradual_gap(
+        FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, control="start", **FIRST | {"power": 3}
+    )
     # half way, an eighth of the way is left: 0.9 - 0.8 / 8
     assert lines(plan) == [
         "prune all to 0.1 by random: 0",
@@ -92,9 +89,11 @@ def test_it_rises_as_gmp_does_with_a_power_of_three() -> None:
     ]
 
 
-def test_a_step_is_a_sixtieth_of_the_training_if_nothing_is_said() -> None:
-    plan = list(gradual_gap(FOUR, sparsity=0.9, iterations=6000))
-    assert [phase.iterations for phase in plan] == [0, *[100] * 45, 1500]  # type: ignore[union-attr]
+@pytest.mark.parametrize(("iterations", "every"), [(6000, 100), (3000, 50), (1470, 50), (1000, 50), (400, 20), (40, 2)])
+def test_a_step_is_a_sixtieth_of_the_training_but_not_less_than_50_iterations(iterations: int, every: int) -> None:
+    plan = list(gradual_gap(FOUR, sparsity=0.9, iterations=iterations))
+    assert {phase.iterations for phase in plan[1:-2]} == {every}  # type: ignore[union-attr]
+    assert sum(phase.iterations or 0 for phase in plan) == iterations  # type: ignore[union-attr]
     assert not any(phase.restart for phase in plan)  # type: ignore[union-attr]
 
 
@@ -128,7 +127,7 @@ def test_no_more_weights_live_than_the_peak_density_allows(kappa: int, control: 
 
 
 def test_controls_never_grow_from_the_same_start_or_the_same_peak() -> None:
-    options: dict[str, Any] = {"sparsity": 0.9, "iterations": 8, "every": 4, "start": 0.4, "until": 1.0, "power": 1}
+    options: dict[str, Any] = {"sparsity": 0.9, "iterations": 8, "every": 4, "start": 0.4, "until": 1.0, **FIRST}
     assert lines(gradual_gap(FOUR, **options, control="start")) == [
         "prune all to 0.4 by random: 0",
         "prune all to 0.4: 4",
@@ -155,7 +154,7 @@ def test_a_peak_density_is_exact_for_parts_that_differ() -> None:
 
 def test_the_parallel_form_rises_as_the_other_does() -> None:
     def sparsities(method: Any) -> list[float]:
-        stages = method(FOUR, sparsity=0.9, iterations=40, every=5)
+        stages = method(FOUR, sparsity=0.9, iterations=40, every=5, **FIRST if method is gradual_gap else {})
         edits = [edit for stage in stages if isinstance(stage, Phase) for edit in stage.edits]
         return [edit.to for edit in edits if edit.action is Action.PRUNE]
 
@@ -284,8 +283,11 @@ def test_a_capped_curve_begins_at_zero_and_growth_has_a_span_of_its_own() -> Non
         gradual_gap(FOUR, sparsity=0.8, iterations=8, grow_until=2)
 
 
-def test_the_first_edition_is_what_the_options_of_the_second_leave_out() -> None:
-    how = {"sparsity": 0.9, "iterations": 977}
-    assert list(gradual_gap(FOUR, **how)) == list(
-        gradual_gap(FOUR, **how, power=1, capped=False, begin=0.0, grow_from=0.0, grow_until=1.0)
-    )
+@pytest.mark.parametrize("power", [1, 3])
+def test_every_number_of_the_first_edition_is_what_it_was(power: int) -> None:
+    plan = list(gradual_gap(FOUR, sparsity=0.9, iterations=977, every=16, start=0.37, **FIRST | {"power": power}))
+    phases = [Phase(prune(FOUR.whole, to=0.37, by="random"))]  # written down before there was a second
+    for step, t in enumerate(range(0, 733, 16)):
+        now = 0.9 + (0.37 - 0.9) * (1 - t / 733) ** power if t else 0.37
+        phases.append(Phase(prune(FOUR.whole, to=now), grow(FOUR[step % 4]), iterations=min(16, 733 - t)))
+    assert plan == [*phases, Phase(prune(FOUR.whole, to=0.9), iterations=244)]

@@ -59,6 +59,39 @@ def test_adamw_scales_its_step_and_its_weight_decay(storage: str, lr_scaling: fl
     assert stepped(sparse, optimizer) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_the_exponent_rises_over_a_share_of_the_plan_and_resumes(storage: str) -> None:
+    def begun(**ramp: float) -> tuple[nn.Linear, torch.optim.SGD, gp.Sparsifier]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        how: dict[str, Any] = {"sparsity": 0.75, "iterations": 10, "keep_dense": (), "lr_scaling": 1.0, **ramp}
+        return model, optimizer, gp.sparsify(model, optimizer, "static_random", storage=storage, **how)
+
+    def moves(model: nn.Linear, optimizer: torch.optim.SGD, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            weight = next(model.parameters())  # of compact storage, the live values
+            before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
+            optimizer.step()
+            found.append(float((before - weight.detach()).max()))
+        return found
+
+    model, optimizer, sparsifier = begun(lr_ramp=0.4)
+    expected = [0.01 * 4**share for share in (0, 0.25, 0.5, 0.75, *[1] * 6)]
+    assert moves(model, optimizer, 2) == pytest.approx(expected[:2], rel=1e-5)
+    state = copy.deepcopy(sparsifier.state_dict())
+    assert moves(model, optimizer, 8) == pytest.approx(expected[2:], rel=1e-5)
+    again, its_optimizer, resumed = begun(lr_ramp=0.4)
+    resumed.load_state_dict(state)
+    assert moves(again, its_optimizer, 8) == pytest.approx(expected[2:], rel=1e-5)
+    assert moves(*begun(lr_ramp=0.0)[:2], 10) == pytest.approx([0.04] * 10, rel=1e-5)
+    with pytest.raises(GrowpruneError, match=r"lr_ramp=0\.4"):
+        begun(lr_ramp=0.2)[2].load_state_dict(state)
+    with pytest.raises(GrowpruneError, match=r"lr_ramp.*1\.5"):
+        begun(lr_ramp=1.5)
+
+
 def test_a_rate_is_at_most_ten_times_as_high() -> None:
     model = nn.Linear(10, 100)
     sparse = gp.SparseModel(model, sparsity=0.99, lr_scaling=1.0)

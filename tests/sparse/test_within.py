@@ -120,7 +120,9 @@ def test_no_more_than_the_peak_ever_lives_whatever_the_ranking_says(
 
 def test_where_all_layers_are_alike_every_part_becomes_dense() -> None:
     sparse = gp.SparseModel(four_layers(1.0, 1.0, 1.0, 1.0).model, sparsity=0.9, allocation="uniform")
-    plan = gradual_gap(gp.Partition.per_layer(sparse.model), sparsity=0.9, iterations=8, every=1, until=0.5)
+    plan = gradual_gap(
+        gp.Partition.per_layer(sparse.model), sparsity=0.9, iterations=8, every=1, until=0.5, grow_until=1.0
+    )
     grown = [max(alive(sparse)) for _ in phases_of(sparse, plan)][1:5]
     assert grown == [100] * 4
 

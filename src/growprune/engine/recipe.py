@@ -17,7 +17,7 @@ from growprune.logs import check_names
 from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.plan import Plan, declaration_of
 from growprune.plan.settings import check_counts, plain
-from growprune.sparse.stepper import auto_exponent
+from growprune.sparse.stepper import LR_RAMP, auto_exponent
 from growprune.tasks.task import Task
 from growprune.training.settings import FirstMask, Resolved, Settings
 
@@ -49,6 +49,14 @@ class Recipe:
     lr_scaling: float | Literal["auto"] = "auto"
     """Scale learning rates by density: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr. "auto" is
     1 if the sparsity rises from a random mask under adam or adamw, else 0."""
+    lr_ramp: float = LR_RAMP
+    """The exponent rises from 0 to lr_scaling over this share of the plan."""
+    cost_power: float = 0.0
+    """Under allocation="global", rank the magnitudes of a layer times (operations per weight) ** -cost_power: more than
+    0 keeps fewer weights in layers where each costs many operations, less than 0 keeps more."""
+    rescale: bool | Literal["auto"] = "auto"
+    """Multiply the weights that a random first mask keeps by 1 / sqrt(density of their layer). "auto": in models
+    without normalization."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     """Runs from each restart to the next, or over the whole plan if there is none."""
@@ -120,8 +128,9 @@ class Recipe:
         options, epochs = dict(self.options), None
         if "epochs" not in declaration_of(self.method).options:
             epochs = options.pop("epochs", None)
-        names = ("sparsity", "parts", "pattern", "keep_dense", "include", "storage", "lr_scaling", "seed")
-        said = {name: getattr(self, name) for name in names}
+        names = ("sparsity", "parts", "pattern", "keep_dense", "include", "storage", "lr_scaling", "lr_ramp", "seed")
+        said = {name: getattr(self, name) for name in (*names, "cost_power", "rescale")}
+        said["example"] = self.task.example() if self.cost_power else None
         return Settings(self.method, allocation=self.allocation or None, epochs=epochs, options=options, **said)
 
     @property

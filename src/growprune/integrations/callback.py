@@ -16,6 +16,7 @@ from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel, is_replicated
 from growprune.sparse.rng import rng_state, set_rng_state
+from growprune.sparse.stepper import LR_RAMP
 from growprune.storage.kernels import count_bits
 from growprune.training.settings import PartsLike, Settings
 from growprune.training.sparsifier import Sparsifier
@@ -44,6 +45,7 @@ class SparseCallback:
         initial_mask: str = "auto",
         calibration: Iterable[Any] | None = None,
         lr_scaling: float | Literal["auto"] = "auto",
+        lr_ramp: float = LR_RAMP,
         seed: int = 0,
         cost_power: float = 0.0,
         rescale: bool | Literal["auto"] = "auto",

@@ -1,5 +1,8 @@
 """Gradual grow-and-prune: the cyclic GaP of Ma et al. (ICLR 2022) with a rising sparsity, as in GMP (Zhu and Gupta,
-2017), and one learning-rate curve. This is the method we recommend; docs/results.md compares it with the others."""
+2017), and one learning-rate curve. This is the method we recommend; docs/results.md compares it with the others.
+
+These are the defaults of its second edition. `FIRST_EDITION` has the options that give the first.
+"""
 
 import math
 from collections.abc import Iterator
@@ -11,6 +14,9 @@ from growprune.plan.settings import check_counts, check_rise, check_share, check
 
 PEAK_DENSITY = 0.6
 """The default for the largest share of the weights that are live at a time."""
+FIRST_EDITION = {"begin": 0.0, "power": 1, "capped": False, "grow_until": 1.0}
+"""Options of `gradual_gap` as it was in most tables of docs/results/. There `every` was a sixtieth of the training, and
+`lr_ramp` was 0."""
 
 
 @method(
@@ -30,12 +36,12 @@ def gradual_gap(
     every: int | None = None,
     start: float | None = None,
     peak_density: float | None = None,
-    begin: float = 0.0,
+    begin: float = 0.1,
     until: float = 0.75,
-    power: int = 1,
-    capped: bool = False,
+    power: int = 3,
+    capped: bool = True,
     grow_from: float = 0.0,
-    grow_until: float = 1.0,
+    grow_until: float = 0.3,
     initial_mask: InitialMask = "random",
     control: Literal["start", "peak"] | None = None,
 ) -> Iterator[Phase]:
@@ -47,26 +53,27 @@ def gradual_gap(
     Args:
         sparsity: the fraction of zeros to reach.
         iterations: the length of the whole training.
-        every: the iterations of each step; by default a sixtieth of the training.
+        every: the iterations of each step; by default a sixtieth of the training, or if that is less than 50, then 50
+            or a twentieth of the training, whichever is less.
         start: the initial fraction of zeros.
         peak_density: instead of `start`: the largest share of the weights that may be live at any time. If neither is
             given it is 0.6, or as close to it as the parts and the sparsity allow. Growth stays within it (up to the
             rounding of each layer under "uniform"), so a part with few live weights may not grow completely.
-        begin: how long the first sparsity lasts before it rises, as a share of the training. Parts grow from the start.
+        begin: when the curve of the sparsity begins to rise, as a share of the training.
         until: when the steps end and fine-tuning begins, as a share of the training.
-        power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end, as in GMP. An even rise was as
-            good or better on our four tasks; 3 was far better in short trainings with AdamW (docs/theory.md, 7).
+        power: how the sparsity rises: 3 fast at first and slowly at the end, as in GMP, or 1 evenly.
         capped: let the curve of the sparsity begin at 0, as in GMP, and stay at the first sparsity until the curve has
             passed it. Otherwise the curve begins at the first sparsity.
-        grow_from, grow_until: when parts grow, as shares of the training. From 0.1, for example, none grows while the
-            learning rate warms up.
+        grow_from, grow_until: when parts grow, as shares of the training. Growth brings most early on (docs/theory.md,
+            9). If operations do not count, try `grow_until=0.75` under SGD.
         initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model that has the first sparsity).
         control: run the same plan without growth, as a control in comparisons. "start" has the same initial sparsity,
             "peak" starts with as many live weights as the plan has at its peak.
 
     Example: gradual_gap(S, sparsity=0.8, iterations=8, every=2)
     """
-    every = step_length(iterations=iterations, every=every, steps=60)
+    steps = min(60, max(20, iterations // 50))  # in fewer than 50 iterations, weights that grow learn little
+    every = step_length(iterations=iterations, every=every, steps=steps)
     check_counts(1, power=power)
     check_span(begin=begin, until=until)
     check_share(grow_from=grow_from, grow_until=grow_until)

@@ -27,7 +27,7 @@ MAY_CHANGE = {
 }
 """Fields that may be other when a run is resumed: they do not change results, or, as for the places of data and
 weights, what lies there is checked itself."""
-SPARSE = {"pattern", "keep_dense", "include", "lr_scaling"}
+SPARSE = {"pattern", "keep_dense", "include", "lr_scaling", "lr_ramp", "cost_power", "rescale"}
 """Fields without effect on a dense run."""
 NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {
     *("evaluate_every", "candidates", "device", "graph", "task.in_memory", "task.channels_last"),

@@ -215,6 +215,12 @@ class Cursor:
         """The number of iterations of the plan."""
         return sum(self.length_of(scheduled.phase) for scheduled in self.schedule)
 
+    @property
+    def progress(self) -> float:
+        """The share of the plan that is done; 1 if nobody counts its iterations."""
+        total = sum(self._lengths) if self._is_counting and not self.is_over else 0
+        return self.iteration / total if total else 1.0
+
     def __repr__(self) -> str:
         name = self.plan.method.__name__ if isinstance(self.plan, Plan) else "a list of phases"
         place = "before its first phase" if self.position < 0 else f"phase {self.position + 1} of {len(self.schedule)}"

@@ -25,12 +25,13 @@ from growprune.masks.inspection import already_sparse, check_sparse, masks_of_ze
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
 from growprune.plan import By, Edit, Part, Score, grow, parse_choice, prune
-from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
+from growprune.plan.settings import as_float, as_names, as_seed, check_share, check_sparsity, check_state
 from growprune.sparse.checks import check_model, check_parameter, is_fsdp2, unpruned
 from growprune.sparse.editor import Editor
 from growprune.sparse.flops import cost_factors
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.stepper import (
+    LR_RAMP,
     OWNERS,
     Exponent,
     Stepper,
@@ -94,6 +95,7 @@ class SparseModel:
         lr_scaling: scale learning rates with density. While an attached optimizer steps, a layer of density d trains at
             lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates unchanged, 1 divides by the density; "auto" is 1 for
             Adam-like optimizers and 0 for others.
+        lr_ramp: while a plan is carried out, the exponent rises from 0 to lr_scaling over this share of it.
         cost_power: with allocation="global", magnitudes of a layer are ranked times (operations per weight) **
             -cost_power. 0 ranks magnitudes as they are; more than 0 keeps fewer weights in layers where each costs
             much, such as the first convolutions; less than 0 keeps more of them.
@@ -124,6 +126,7 @@ class SparseModel:
         seed: int = 0,
         storage: str = "masked",
         lr_scaling: float | Literal["auto"] = 0.0,
+        lr_ramp: float = LR_RAMP,
         cost_power: float = 0.0,
         example: Any = None,
         rescale: bool = False,
@@ -139,6 +142,8 @@ class SparseModel:
         self.keep_dense, self.include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
         self.pattern = parse_pattern(pattern)
         self.seed, self.storage, self.lr_scaling = as_seed(seed), storage, parse_lr_scaling(lr_scaling)
+        check_share(lr_ramp=lr_ramp)
+        self.lr_ramp = as_float(lr_ramp)
         if weights is None:
             weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
         self.weights: tuple[Weight, ...] = tuple(weights)

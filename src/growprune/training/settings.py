@@ -27,10 +27,10 @@ from growprune.masks.patterns import NofM, parse_pattern
 from growprune.methods import find_method
 from growprune.plan import Action, By, Declaration, InitialMask, Part, Plan, declaration_of, walk
 from growprune.plan.phases import fill_lengths, plan_length
-from growprune.plan.settings import as_names, as_seed, check_counts, check_sparsity
+from growprune.plan.settings import as_names, as_seed, check_counts, check_share, check_sparsity
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
-from growprune.sparse.stepper import parse_lr_scaling, unwrapped
+from growprune.sparse.stepper import LR_RAMP, parse_lr_scaling, unwrapped
 from growprune.storage import parse_storage
 
 PartsLike: TypeAlias = int | str | Partition | PartitionConfig | Sequence[Sequence[str]] | None
@@ -76,6 +76,7 @@ class Settings:
     initial_mask: str = "auto"
     calibration: Iterable[Any] | None = None
     lr_scaling: float | Literal["auto"] = "auto"
+    lr_ramp: float = LR_RAMP
     seed: int = 0
     cost_power: float = 0.0
     rescale: bool | Literal["auto"] = "auto"
@@ -97,6 +98,7 @@ class Settings:
         parse_allocation(self.resolved_allocation)
         plain: dict[str, Any] = {"cost_power": parse_cost_power(self.cost_power, self.resolved_allocation)}
         plain |= {"lr_scaling": parse_lr_scaling(self.lr_scaling), "seed": as_seed(self.seed)}
+        check_share(lr_ramp=self.lr_ramp)
         plain["include"] = as_names(self.include, "include")
         if self.keep_dense != "auto":
             plain["keep_dense"] = as_names(self.keep_dense, "keep_dense")
@@ -148,7 +150,7 @@ class Settings:
 
     def to_save(self) -> dict[str, Any]:
         """Return the settings that must be the same when a checkpoint is resumed, as plain values."""
-        names = ("sparsity", "pattern", "seed", "storage", "lr_scaling", "cost_power", "rescale")
+        names = ("sparsity", "pattern", "seed", "storage", "lr_scaling", "lr_ramp", "cost_power", "rescale")
         chosen = {"method": self.name, "allocation": self.resolved_allocation}
         return chosen | {name: getattr(self, name) for name in names}
 
@@ -157,7 +159,7 @@ class Settings:
         own = sparse
         its = {
             name: getattr(own, name)
-            for name in ("allocation", "keep_dense", "include", "seed", "storage", "cost_power")
+            for name in ("allocation", "keep_dense", "include", "seed", "storage", "lr_ramp", "cost_power")
         }
         its |= {"pattern": own.pattern.name, "lr_scaling": own.lr_scaling, "initial_mask": "as_is"}
         for name, value in its.items():
@@ -483,7 +485,8 @@ class Resolved:
         """Return the arguments of SparseModel, without model and storage."""
         mine = {name: getattr(self, name) for name in ("sparsity", "allocation", "keep_dense", "lr_scaling", "rescale")}
         return mine | {
-            name: getattr(self.settings, name) for name in ("pattern", "include", "seed", "cost_power", "example")
+            name: getattr(self.settings, name)
+            for name in ("pattern", "include", "seed", "lr_ramp", "cost_power", "example")
         }
 
     def make_sparse(self, model: nn.Module) -> SparseModel:

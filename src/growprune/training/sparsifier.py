@@ -24,7 +24,7 @@ from growprune.sparse.checks import check_model
 from growprune.sparse.cursor import cursor_of
 from growprune.sparse.model import SparseModel, named_tensors
 from growprune.sparse.model import check_settings as check_decisive
-from growprune.sparse.stepper import KEEPS_ZEROS, check_optimizer, unwrapped
+from growprune.sparse.stepper import KEEPS_ZEROS, LR_RAMP, check_optimizer, unwrapped
 from growprune.sparse.summary import Summary
 from growprune.storage.wrapped import is_wrapped
 from growprune.training.settings import BY_DATA, FirstMask, PartsLike, Settings, describe
@@ -50,6 +50,7 @@ def sparsify(
     initial_mask: str = "auto",
     calibration: Iterable[Any] | None = None,
     lr_scaling: float | Literal["auto"] = "auto",
+    lr_ramp: float = LR_RAMP,
     seed: int = 0,
     cost_power: float = 0.0,
     rescale: bool | Literal["auto"] = "auto",
@@ -80,6 +81,8 @@ def sparsify(
         calibration: a few batches of inputs for "wanda" and "sparsegpt"; see `prune_pretrained`.
         lr_scaling: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr. "auto" is 1 if the sparsity
             rises from a random mask (gradual_gap, granet) under an Adam-like optimizer, else 0.
+        lr_ramp: the exponent rises from 0 to lr_scaling over this share of the plan: sparse layers bear high rates
+            later, not at once.
         seed: the seed of every random mask.
         losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
         cost_power: with allocation="global", magnitudes of a layer are ranked times (operations per weight) **
