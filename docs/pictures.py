@@ -99,7 +99,7 @@ def schedule() -> str:
         body.append(text(x, BOTTOM + 22, f"{100 * share:.0f} %", anchor=anchor))
     body.append(text((LEFT + RIGHT) / 2, BOTTOM + 46, "share of the training", anchor="middle"))
     body.append(text((across(0.75 * ITERATIONS) + RIGHT) / 2, CURVE + 36, "fine-tuning", anchor="middle"))
-    title = "One part after another is grown to dense and pruned back, while the sparsity of the model rises to 90 %"
+    title = "One part after another is grown to dense and pruned back; then the sparsity of the model rises to 90 %"
     return svg(body, HEIGHT, title)
 
 

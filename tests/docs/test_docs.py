@@ -53,7 +53,7 @@ def test_the_digits_of_the_tutorial_resume_exactly_and_make_a_file_of_the_size_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = names_of("tutorial-digits", tmp_path, monkeypatch)
-    assert names["sparsifier"].sparse.num_alive == 2318  # a tenth of 144 + 4,608 + 18,432
+    assert names["sparsifier"].sparse.num_alive == 2794  # a tenth of 288 + 3 * 9,216
     assert all(map(torch.equal, names["model"].state_dict().values(), names["resumed"].state_dict().values()))
     page = (DOCS / "tutorial-digits.md").read_text()
     exact = [line for line in capsys.readouterr().out.splitlines() if "images" in line or line.startswith("Sparsifier")]
@@ -181,9 +181,8 @@ def test_the_site_is_built_without_a_complaint(site: Path) -> None:
         assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="https?://', built.read_text()), built.name
 
 
-def test_pictures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folder", ["experiments", "docs"])
+def test_pictures_are_those_that_the_script_draws(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    import pictures
-
-    for name, draw in pictures.PICTURES.items():
-        assert (DOCS / "images" / name).read_text() == draw(), f"run experiments/pictures.py for {name}"
+    for name, draw in runpy.run_path(str(ROOT / folder / "pictures.py"))["PICTURES"].items():
+        assert (DOCS / "images" / name).read_text() == draw(), f"run {folder}/pictures.py for {name}"
