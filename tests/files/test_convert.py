@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_importers import DATA, HERE, mlp, pruned_by_torch, zeroed
+from test_importers import mlp, pruned_by_torch, zeroed
 from torch import nn
+from torch.nn.utils import prune
 from typer.testing import CliRunner
 
 import growprune as gp
 from growprune.cli import app
 from growprune.files.convert import convert
 
-BITMASK = DATA / f"{HERE}-bitmask.safetensors"
+ALIVE = {"conv.weight": 20, "fc1.weight": 22, "fc2.weight": 11}
 MODEL = """
 import torch
 from torch import nn
@@ -62,21 +63,34 @@ def pruned(tmp_path: Path) -> Path:
     return tmp_path / "pruned.pt"
 
 
-def test_without_the_models_code_a_file_goes_to_sparse_and_dense_and_back(tmp_path: Path) -> None:
+@pytest.fixture
+def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that torch pruned, in which one live weight is zero."""
+    model = nn.ModuleDict({"conv": nn.Conv2d(2, 6, 3), "fc1": nn.Linear(11, 6), "fc2": nn.Linear(6, 3)})
+    for name, layer in model.items():
+        prune.random_unstructured(layer, "weight", amount=layer.weight.numel() - ALIVE[f"{name}.weight"])
+    model["fc1"].weight_orig.data[tuple(model["fc1"].weight_mask.nonzero()[0])] = 0.0
+    folder = tmp_path_factory.mktemp("masked")
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def dense_of(masked: Path) -> dict[str, torch.Tensor]:
+    state = load_file(masked)
+    return {name: state[f"{name}_orig"] * state[f"{name}_mask"] for name in ALIVE}
+
+
+def test_without_the_models_code_a_file_goes_to_sparse_and_dense_and_back(masked: Path, tmp_path: Path) -> None:
     one, two, three = (tmp_path / f"{name}.safetensors" for name in ("one", "two", "three"))
-    convert(BITMASK, one)
+    convert(masked, one)
     convert(one, two)  # sparse goes to dense
     convert(two, three)
-    assert gp.manifest(one) == gp.manifest(three)  # which has the digests of all tensors
-    dense = load_file(DATA / f"{HERE}-bitmask-dense.safetensors")
     found = load_file(two)
-    assert {n: t.tolist() for n, t in found.items()} == {n: t.tolist() for n, t in dense.items()}
-    tensors = gp.manifest(one)["tensors"]
-    assert {n: about["nnz"] for n, about in tensors.items() if "nnz" in about} == {
-        "conv.weight": 20,
-        "fc1.weight": 22,
-        "fc2.weight": 11,
-    }
+    assert all(torch.equal(found[name], tensor) for name, tensor in dense_of(masked).items())
+    for path, zeros in ((one, 0), (three, 1)):  # a dense file cannot tell a live zero from a pruned weight
+        tensors = gp.manifest(path)["tensors"]
+        alive = ALIVE | {"fc1.weight": 22 - zeros}
+        assert {n: about["nnz"] for n, about in tensors.items() if "nnz" in about} == alive
 
 
 def test_a_sparse_file_made_without_code_loads_into_the_model_with_its_live_zeros(pruned: Path, tmp_path: Path) -> None:
@@ -134,13 +148,13 @@ def test_the_table_shows_sizes_before_and_after_and_the_sparsity(tmp_path: Path)
     assert ["total", "", "640", "0.9000"] in cells
 
 
-def test_json_has_the_same(tmp_path: Path) -> None:
-    content = json.loads(growprune(BITMASK, tmp_path / "sparse.safetensors", "--json"))
-    assert content["source"] == {"path": str(BITMASK), "format": "compressed-tensors", "bytes": 1697}
+def test_json_has_the_same(masked: Path, tmp_path: Path) -> None:
+    content = json.loads(growprune(masked, tmp_path / "sparse.safetensors", "--json"))
+    assert content["source"] == {"path": str(masked), "format": "torch-prune", "bytes": masked.stat().st_size}
     assert content["dest"]["bytes"] == (tmp_path / "sparse.safetensors").stat().st_size
     assert content["sparsity"] == 1 - 53 / 192
     assert content["matrices"]["fc1.weight"] == {"shape": [6, 11], "alive": 22}
-    assert content["dense_bytes"] == 4 * (66 + 6 + 108 + 6) + 2 * 18
+    assert content["dense_bytes"] == 4 * (66 + 6 + 108 + 6 + 18 + 3)
 
 
 def test_nothing_sparse_works_and_says_so(tmp_path: Path) -> None:
@@ -177,12 +191,9 @@ def test_names_of_one_tensor_come_through(tmp_path: Path) -> None:
 # Folders
 
 
-def test_a_folder_gets_weights_for_everybody_and_for_us_and_keeps_what_lay_beside(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(load_file(BITMASK), source / "model.safetensors")
-    config = {"model_type": "mine", "quantization_config": {"sparsity_config": {"format": "sparse-bitmask"}}}
-    (source / "config.json").write_text(json.dumps(config))
+def test_a_folder_gets_weights_for_everybody_and_for_us_and_keeps_what_lay_beside(masked: Path, tmp_path: Path) -> None:
+    source = masked.parent
+    (source / "config.json").write_text(json.dumps({"model_type": "mine"}))
     (source / "tokenizer.json").write_text("{}")
     (source / "optimizer.pt").write_text("large")
     done = convert(source, tmp_path / "folder")
@@ -196,8 +207,8 @@ def test_a_folder_gets_weights_for_everybody_and_for_us_and_keeps_what_lay_besid
         "tokenizer.json",
     ]
     assert json.loads((folder / "config.json").read_text()) == {"model_type": "mine"}
-    dense = load_file(DATA / f"{HERE}-bitmask-dense.safetensors")
-    assert all(torch.equal(tensor, dense[name]) for name, tensor in load_file(folder / "model.safetensors").items())
+    found = load_file(folder / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in dense_of(masked).items())
     assert done.dest_bytes == sum(path.stat().st_size for path in folder.iterdir())
     back = convert(folder, tmp_path / "back.safetensors", to="dense")
     assert (back.format, len(back.matrices)) == ("growprune", 3)
@@ -232,28 +243,30 @@ def test_nothing_is_overwritten_without_force(pruned: Path, tmp_path: Path) -> N
     assert gp.manifest(dest)["totals"]["prunable_nnz"] == 12
 
 
-def test_a_folder_is_replaced_only_by_force_and_only_if_it_holds_a_model(pruned: Path, tmp_path: Path) -> None:
+def test_a_folder_is_replaced_only_by_force_and_only_if_it_holds_a_model(
+    pruned: Path, masked: Path, tmp_path: Path
+) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters.txt").write_text("mine")
     assert "is a folder without a model" in refused(pruned, tmp_path / "home", "--force")
     convert(pruned, tmp_path / "folder")
     assert "already exists" in refused(pruned, tmp_path / "folder")
-    convert(BITMASK, tmp_path / "folder", force=True)
-    assert sorted(load_file(tmp_path / "folder" / "model.safetensors"))[0] == "conv.weight"
+    convert(masked, tmp_path / "folder", force=True)
+    assert "conv.weight" in load_file(tmp_path / "folder" / "model.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "home", "pruned.pt"]
 
 
-def test_a_folder_that_a_link_means_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+def test_a_folder_that_a_link_means_is_replaced_and_the_link_stays(masked: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    convert(BITMASK, tmp_path / "link", force=True)
+    convert(masked, tmp_path / "link", force=True)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real" / "growprune.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
 
 
 def test_whoever_is_interrupted_while_a_folder_is_replaced_has_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    masked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text("{}")
@@ -266,7 +279,7 @@ def test_whoever_is_interrupted_while_a_folder_is_replaced_has_the_old_one(
 
     monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convert(BITMASK, tmp_path / "folder", force=True)
+        convert(masked, tmp_path / "folder", force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["config.json"]
 

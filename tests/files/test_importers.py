@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from paths import ROOT
 from safetensors.torch import load_file, save_file
@@ -25,10 +26,6 @@ from torch.nn.utils import prune
 import growprune as gp
 from growprune.files import importers
 from growprune.files.importers import IMPORTERS
-
-DATA = Path(__file__).parent / "data"
-HERE = "compressed-tensors-0.9.4"
-"""The version of compressed-tensors that wrote the files in tests/data, and beside them the same tensors dense."""
 
 
 def mlp() -> nn.Sequential:
@@ -107,52 +104,6 @@ def test_a_nan_that_is_pruned_is_gone() -> None:
     model = pruned_by_torch()
     model[0].weight_orig.data[model[0].weight_mask == 0] = torch.nan
     assert not importers.read(model).tensors["0.weight"].isnan().any()
-
-
-@pytest.mark.parametrize("kind", ["bitmask", "24-bitmask"])
-def test_files_of_compressed_tensors_give_what_was_compressed(kind: str) -> None:
-    found = importers.read(DATA / f"{HERE}-{kind}.safetensors")
-    dense = load_file(DATA / f"{HERE}-{kind}-dense.safetensors")
-    assert found.format == "compressed-tensors"
-    assert found.tensors.keys() == dense.keys()
-    assert all(torch.equal(tensor, dense[name]) for name, tensor in found.tensors.items())
-    assert {name: tensor.dtype for name, tensor in found.tensors.items()} == {n: t.dtype for n, t in dense.items()}
-    alive = {name: int(mask.sum()) for name, mask in found.masks.items()}
-    # the 2:4 file has two values in each four, one of which is zero and lives
-    expected = {"conv.weight": 20, "fc1.weight": 22, "fc2.weight": 11} if kind == "bitmask" else {"a.weight": 64}
-    assert alive == expected
-
-
-def test_bits_of_compressed_tensors_are_read_row_by_row() -> None:
-    state = {
-        "fc.compressed": torch.tensor([1.0, 2.0, 3.0]),
-        "fc.bitmask": torch.tensor([[0b00000001, 0b10], [0b10000000, 0]], dtype=torch.uint8),
-        "fc.shape": torch.tensor([2, 10]),
-        "fc.row_offsets": torch.tensor([0, 2]),
-    }
-    expected = torch.zeros(2, 10)
-    expected[0, 0], expected[0, 9], expected[1, 7] = 1, 2, 3
-    assert torch.equal(importers.read(state).tensors["fc.weight"], expected)
-
-
-@pytest.mark.parametrize(
-    ("part", "value", "named"),
-    [
-        ("shape", torch.tensor([2, 1 << 40]), "4 bytes"),
-        ("shape", torch.tensor([-2, 10]), r"\[-2, 10\]"),
-        ("shape", torch.tensor([], dtype=torch.int64), r"\[\]"),
-        ("compressed", torch.ones(4), "4 values, but 3 bits"),
-        ("bitmask", torch.zeros(2, 2), "torch.float32"),
-    ],
-)
-def test_a_file_of_compressed_tensors_that_contradicts_itself_is_damaged(part: str, value: Tensor, named: str) -> None:
-    state = {
-        "fc.compressed": torch.ones(3),
-        "fc.bitmask": torch.tensor([[1, 2], [128, 0]], dtype=torch.uint8),
-        "fc.shape": torch.tensor([2, 10]),
-    }
-    with pytest.raises(gp.GrowpruneError, match=named):
-        importers.read(state | {f"fc.{part}": value})
 
 
 def test_a_plain_checkpoint_gives_its_zeros_and_a_few_of_them_are_none() -> None:
@@ -288,7 +239,6 @@ def sources(folder: Path) -> dict[str, Any]:
     gp.save(sparse, folder / "ours.safetensors")
     return {
         "growprune": folder / "ours.safetensors",
-        "compressed-tensors": DATA / f"{HERE}-bitmask.safetensors",
         "torch-prune": pruned_by_torch(),
         "dense": zeroed(),
     }
@@ -414,7 +364,7 @@ MUTATIONS = runpy.run_path(str(ROOT / "benchmarks" / "mutations.py"))["BYTES"]
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     contents = [
-        (DATA / f"{HERE}-bitmask.safetensors").read_bytes(),
+        safetensors.torch.save(pruned_by_torch().state_dict()),
         saved(pruned_by_torch().state_dict()),
         saved(pruned_by_torch().state_dict(), _use_new_zipfile_serialization=False),
         saved({"state_dict": zeroed()}),

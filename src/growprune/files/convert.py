@@ -6,7 +6,6 @@ sparse if the source has a mask for it, or if at least 5 % of it is zero.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -43,9 +42,6 @@ MAX_GLOBS = 1000
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json", "growprune.json")
 """The endings of files in a folder that are not copied."""
-
-COMPRESSED = ("quantization_config", "compression_config", "sparsity_config")
-"""Entries of a config about compressed weights, which no longer apply."""
 
 
 @dataclass(frozen=True)
@@ -267,10 +263,3 @@ def _copy_others(source: Path, folder: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHTS) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
-    config = folder / "config.json"
-    try:
-        found = json.loads(config.read_text()) if config.is_file() else {}
-    except (RecursionError, ValueError):
-        return  # transformers will say what is wrong with it
-    if isinstance(found, dict) and any(name in found for name in COMPRESSED):
-        config.write_text(json.dumps({k: v for k, v in found.items() if k not in COMPRESSED}, indent=2) + "\n")
