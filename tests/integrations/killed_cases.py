@@ -12,15 +12,22 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import forked
 import lightning.pytorch as pl
 import torch
 import torch._dynamo  # which the first step of an optimizer would import
 import transformers as hf
+from accelerate import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_cases import Loader, Module
+from lightning_cases import Loader, Module, examples, mlp
+from replicas import become_rank
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from transformers_cases import make_data, make_model, make_trainer
 
+import growprune as gp
+from growprune.integrations.accelerate import keep_in_checkpoints
 from growprune.integrations.lightning import GrowPrune
 from growprune.integrations.transformers import GrowPruneCallback, last_checkpoint
 
@@ -72,9 +79,8 @@ def left_by_transformers(folder: Path) -> dict[str, Any]:
     return flat({"weights": weights, **state, **parts})
 
 
-def in_lightning(folder: Path, name: str, method: str, storage: str) -> None:
+def in_lightning(folder: Path, method: str, storage: str) -> None:
     """Train from the last checkpoint, if there is one; that is what ckpt_path="last" does by itself."""
-    del name
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
     folder.mkdir(exist_ok=True)
@@ -97,6 +103,73 @@ def left_by_lightning(folder: Path) -> dict[str, Any]:
     return flat({"weights": state["state_dict"], "optimizer": state["optimizer_states"], "ours": ours})
 
 
+def in_own_loop(folder: Path, method: str, storage: str) -> None:
+    """Train in a plain loop, which keeps the state of the Sparsifier, of the schedule and of dropout."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    model, file = mlp(), folder / "checkpoint.pt"
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    options = {"iterations": STEPS, **OPTIONS[method]}
+    sparsifier = gp.sparsify(model, optimizer, method, sparsity=0.75, storage=storage, **options)
+    if file.exists():
+        state = torch.load(file, weights_only=True)
+        sparsifier.load_state_dict(state["sparsifier"])
+        schedule.load_state_dict(state["schedule"])
+        torch.set_rng_state(state["random"])
+    for step in range(sparsifier.cursor.iteration, STEPS):
+        x, y = examples(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+        state = {"sparsifier": sparsifier.state_dict(), "schedule": schedule.state_dict()}
+        torch.save({**state, "random": torch.get_rng_state()}, folder / "new.pt")
+        (folder / "new.pt").replace(file)
+        tell(folder)
+    (folder / "done").touch()
+
+
+def left_by_own_loop(folder: Path) -> dict[str, Any]:
+    return flat(torch.load(folder / "checkpoint.pt", weights_only=True))
+
+
+def in_accelerate(folder: Path, method: str) -> None:
+    """Train on one of two processes, which save into a new folder that gets its name when both are done."""
+    folder.mkdir(exist_ok=True)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = mlp()
+    # with a generator of its own, or each life draws a seed for the loader's workers before its first dropout
+    loader: Any = DataLoader(TensorDataset(*examples(0, 8 * STEPS)), 4, generator=torch.Generator())
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), loader)
+    sparsifier = gp.sparsify(model, optimizer, method, sparsity=0.75, iterations=STEPS, **OPTIONS[method])
+    keep_in_checkpoints(accelerator, sparsifier)
+    if saved := sorted(folder.glob("step-*")):
+        accelerator.load_state(str(saved[-1]))
+    for x, y in accelerator.skip_first_batches(loader, sparsifier.cursor.iteration):
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        accelerator.save_state(str(folder / "new"))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (folder / "new").replace(folder / f"step-{sparsifier.cursor.iteration:02}")
+            tell(folder)
+        accelerator.wait_for_everyone()
+    (folder / "done").touch()
+
+
+def left_by_accelerate(folder: Path) -> dict[str, Any]:
+    last = folder / f"step-{STEPS}"
+    files = {file.name: load_file(file) for file in last.rglob("*.safetensors")}
+    assert files.keys() == {"model.safetensors", "tensors.safetensors"}
+    (place,) = last.rglob("state.json")
+    optimizer = torch.load(last / "optimizer.bin", weights_only=True)
+    return flat({**files, "place": json.loads(place.read_text()), "optimizer": optimizer})
+
+
 def flat(nest: Any, path: str = "") -> dict[str, Any]:
     """By path, all values of a nest, tensors as bytes."""
     if isinstance(nest, torch.Tensor):
@@ -107,33 +180,51 @@ def flat(nest: Any, path: str = "") -> dict[str, Any]:
     return {name: value for key, inner in items for name, value in flat(inner, f"{path}/{key}").items()}
 
 
-def wait_for_steps(file: Path, count: int, process: Any) -> None:
-    """Until so many more steps are done, or the process has ended."""
-    before = len(file.read_bytes()) if file.exists() else 0
-    while process.is_alive() and (len(file.read_bytes()) if file.exists() else 0) < before + 2 * count:
-        time.sleep(0.001)
+def run_with_kills(trainer: str, folder: Path, case: tuple[str, ...], kills: int) -> int:
+    """Train in one life after another, the first of which are killed at random moments; gives how many were.
 
-
-def run_with_kills(train: Any, folder: Path, case: tuple[str, ...], kills: int) -> int:
-    """Train in one process after another, the first of which are killed; gives how many were.
-
-    They are forked from this one, which has loaded all that they need, and has trained nothing.
+    A life is one process, or two with accelerate. They are forked from this one, which has loaded all that they need,
+    and has trained nothing.
     """
-    context, chance, killed = multiprocessing.get_context("fork"), random.Random(str(case)), 0
+    train, _ = TRAINERS[trainer]
+    context, chance, killed = multiprocessing.get_context("fork"), random.Random(f"{trainer} {case} {kills}"), 0
     while not (folder / "done").exists():
-        process = context.Process(target=train, args=(folder, *case))
-        process.start()
+        world, port = (2 if trainer == "accelerate" else 1), forked.free_port()
+        lives = [context.Process(target=live, args=(rank, world, port, train, folder, *case)) for rank in range(world)]
+        before = steps_in(folder)
+        for process in lives:
+            process.start()
         if killed < kills:
-            wait_for_steps(folder / "steps", chance.randrange(0, 5), process)
+            until = before + chance.randrange(0, 4)
+            while steps_in(folder) < until and all(process.is_alive() for process in lives):
+                time.sleep(0.001)
             time.sleep(chance.random() * 0.05)
-            process.kill()
-        process.join()
-        killed += process.exitcode == -signal.SIGKILL
-        assert process.exitcode in (0, -signal.SIGKILL)
+            chance.shuffle(lives)
+            for process in lives:
+                process.kill()
+        for process in lives:
+            process.join()
+        codes = {process.exitcode for process in lives}
+        assert codes == {0} or -signal.SIGKILL in codes
+        killed += codes != {0}
     return killed
 
 
+def live(rank: int, world: int, port: int, train: Any, folder: Path, *case: str) -> None:
+    if world > 1:
+        become_rank(rank, port)
+    train(folder, *case)
+
+
+def steps_in(folder: Path) -> int:
+    """Return how many steps are done in a folder."""
+    file = folder / "steps"
+    return file.read_text().count(".") if file.exists() else 0
+
+
 TRAINERS: dict[str, Any] = {
+    "own loop": (in_own_loop, left_by_own_loop),
     "transformers": (in_transformers, left_by_transformers),
     "lightning": (in_lightning, left_by_lightning),
+    "accelerate": (in_accelerate, left_by_accelerate),
 }

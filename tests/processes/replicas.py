@@ -38,10 +38,15 @@ def on_two_processes(train: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _replica(rank: int, port: int, results: Any, train: Callable[..., Any], args: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
+    become_rank(rank, port)
+    results.put((rank, train(*args)))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def become_rank(rank: int, port: int) -> None:
+    """Give this process the environment that torchrun gives one of two."""
     torch.set_num_threads(1)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
     names = {**where, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "none"}
     os.environ.update({name: str(value) for name, value in names.items()})
-    results.put((rank, train(*args)))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

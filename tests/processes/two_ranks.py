@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 import traceback
 import warnings
@@ -14,6 +13,7 @@ from typing import Any
 import forked
 import torch
 from paths import ROOT
+from replicas import become_rank
 
 Bodies = Sequence[Callable[[Path], Any]]
 
@@ -50,10 +50,7 @@ def sharded_code_of(page: str) -> str:
 
 def _work(rank: int, port: int, bodies: Bodies, folder: Path, results: Any) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-    names = {**where, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "none"}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    become_rank(rank, port)
     try:
         results.put((rank, True, [body(folder) for body in bodies]))
     except Exception:
