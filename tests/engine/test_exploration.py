@@ -122,3 +122,18 @@ def test_a_branch_whose_file_is_damaged_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"nothing of ours")
     with pytest.raises(GrowpruneError, match=r"1-0/explored.safetensors.*Resume the run"):
         exploration.combine(1, 1)
+
+
+def test_live_weights_that_were_dead_before_are_counted_as_grown(tmp_path: Path) -> None:
+    sparse = SparseModel(torch.nn.Linear(10, 10, bias=False), sparsity=0.5)
+    exploration = Exploration(sparse, RunFolder(tmp_path), is_on=True, is_writer=True)
+    schedule = walk([Phase(epochs=0), *[Phase(epochs=1)] * 3])
+    masks = torch.zeros(4, 100, dtype=torch.bool)
+    masks[0, :10] = masks[1, :50] = masks[2, 10:60] = masks[3, 5:60] = True
+    seen = []
+    for scheduled, mask in zip(schedule, masks, strict=True):
+        sparse.stored["weight"].set_mask(mask.view(10, 10))
+        exploration.enter(scheduled)
+        seen.append(exploration.figures["grown"])
+    assert seen == [0.0, 0.0, 10 / 50, 15 / 55]  # what no iteration saw dead has not grown
+    assert exploration.state_dict()["figures"]["grown"] == seen[-1]

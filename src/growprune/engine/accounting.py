@@ -148,7 +148,8 @@ class Accounting:
 
 
 class Exploration:
-    """Tracks which weights ever lived, and which lived in the last phase. Needs two bits of CPU memory per weight.
+    """Tracks which weights ever lived, ever were dead, and lived in the last phase. Needs three bits of CPU memory per
+    weight.
 
     Args:
         folder: where branches write what they explored until they are combined.
@@ -159,29 +160,43 @@ class Exploration:
     def __init__(self, sparse: SparseModel, folder: RunFolder, *, is_on: bool, is_writer: bool) -> None:
         self._sparse, self._folder, self._is_on, self._is_writer = sparse, folder, is_on, is_writer
         self._ever: Tensor | None = None
+        self._dead: Tensor | None = None
+        """Weights that were dead at some time in training. None if a checkpoint does not know it."""
         self._before: Tensor | None = None
         self.figures: dict[str, float | None] = {}
-        """`explored` and `churn` after the last edits. The churn of the first phase is None."""
+        """`explored`, `churn` and `grown` after the last edits. The churn of the first phase is None."""
 
     def enter(self, scheduled: ScheduledPhase) -> None:
         """Record the masks of a phase after its edits."""
         if not self._is_on:
             return
         live = pack_masks(self._sparse)
-        ever = self._ever if self._ever is not None else torch.zeros_like(live)
-        explored = ever | live if scheduled.phase.is_trained else ever
+        if self._ever is None:
+            self._ever, self._dead = torch.zeros_like(live), torch.zeros_like(live)
+        explored = self._ever | live if scheduled.phase.is_trained else self._ever
         churn = None if self._before is None else _distance(live, self._before)
         self.figures = {"explored": kernels.count_bits(explored) / max(1, self._sparse.num_prunable), "churn": churn}
+        self.figures["grown"] = self._grown(live)
         if scheduled.branch is None:
             self._ever, self._before = explored, live
+            if self._dead is not None and scheduled.phase.is_trained:
+                self._dead = self._dead | ~live
         elif self._is_writer:
             _write(self._folder.explored(scheduled.stage, scheduled.branch), explored)
 
     def look_again(self) -> None:
         """Record the masks within a phase, because its rule may have changed them. Branches are skipped."""
         if self._is_on and self._ever is not None:
-            self._ever = self._ever | pack_masks(self._sparse)
+            live = pack_masks(self._sparse)
+            self._ever = self._ever | live
             self.figures["explored"] = kernels.count_bits(self._ever) / max(1, self._sparse.num_prunable)
+            self.figures["grown"] = self._grown(live)
+            if self._dead is not None:
+                self._dead = self._dead | ~live
+
+    def _grown(self, live: Tensor) -> float | None:
+        """The share of live weights that were dead at some time in training."""
+        return None if self._dead is None else kernels.count_bits(live & self._dead) / max(1, kernels.count_bits(live))
 
     def combine(self, stage: int, num_branches: int) -> None:
         """At the end of a fork, add what its branches explored."""
@@ -190,13 +205,16 @@ class Exploration:
             self._ever = explored if self._ever is None else self._ever | explored
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ever": self._ever, "before": self._before, "figures": self.figures} if self._is_on else {}
+        if not self._is_on:
+            return {}
+        return {"ever": self._ever, "dead": self._dead, "before": self._before, "figures": self.figures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint. Tracking turns off if the checkpoint has none, because it would be incomplete."""
         self._is_on = self._is_on and bool(state)
         if self._is_on:
             self._ever, self._before, self.figures = state["ever"], state["before"], dict(state["figures"])
+            self._dead = state.get("dead")  # not in checkpoints of before
 
 
 def pack_masks(sparse: SparseModel) -> Tensor:

@@ -36,6 +36,7 @@ _ROW: json_file.Names = {
     "alive": int,
     "explored?": json_file.NUMBER,
     "churn?": json_file.NUMBER,
+    "grown?": json_file.NUMBER,
     "validation?.*": SCORE,
     "candidate?.*": SCORE,
 }

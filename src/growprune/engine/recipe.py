@@ -87,7 +87,7 @@ class Recipe:
     checkpoint_seconds: float = 60.0
     """Seconds between checkpoints. Each branch of a fork ends with one too. Does not change results."""
     exploration: bool = True
-    """Track which weights ever lived and how much the masks change, for the report. Needs two bits of CPU memory per
+    """Track which weights ever lived and how much the masks change, for the report. Needs three bits of CPU memory per
     weight. Does not change results."""
     log: tuple[str, ...] = ()
     """Log formats: "csv", "tensorboard", "wandb" (growprune.logs). Does not change results."""

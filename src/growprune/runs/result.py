@@ -30,8 +30,13 @@ NAMES: json_file.Names = {
     **{"best?": dict, "best?.stage": int, "best?.test.*": SCORE},
     **{"history": list, "history.*.stage": int, "history.*.branch": (int, type(None)), "history.*.edits": str},
     **{"history.*.epoch": int, "history.*.iteration?": int, "history.*.alive": int, "history.*.loss?": SCORE},
-    **{"history.*.explored?": NUMBER, "history.*.churn?": SCORE, "history.*.validation?": dict},
-    **{"history.*.validation?.*": SCORE, "history.*.candidate?": dict, "history.*.candidate?.*": SCORE},
+    **{"history.*.explored?": NUMBER, "history.*.churn?": SCORE, "history.*.grown?": NUMBER},
+    **{
+        "history.*.validation?": dict,
+        "history.*.validation?.*": SCORE,
+        "history.*.candidate?": dict,
+        "history.*.candidate?.*": SCORE,
+    },
     **{"sparsity.rows": list, "sparsity.rows.*.name": str, "sparsity.rows.*.size": int},
     **{"sparsity.rows.*.target?": NUMBER, "sparsity.rows.*.sparsity": NUMBER, "sparsity.totals.sparsity": NUMBER},
     **{"sparsity.totals.alive": int, "sparsity.totals.prunable": int},
@@ -60,8 +65,8 @@ class Result:
     """Versions and hardware. `commit` is that of growprune's source; empty if unknown, and it ends in "-dirty" if the
     source had local changes. `source` is then a digest of the source."""
     history: list[Json]
-    """One row per epoch: epoch, iteration, stage, branch, edits, alive, loss, lr, explored, churn, and, if evaluated,
-    validation and candidate (pruned to the target right then)."""
+    """One row per epoch: epoch, iteration, stage, branch, edits, alive, loss, lr, explored, churn, grown (the share of
+    live weights that were dead before), and, if evaluated, validation and candidate (pruned to the target then)."""
     validation: Mapping[str, float]
     """Metrics of the last model on validation data, which may select runs."""
     test: Mapping[str, float]
