@@ -21,7 +21,7 @@ from growprune.cli.screen import out
 from growprune.deployment.cpu.library import BuildError, find_compiler
 from growprune.errors import how_to_install
 from growprune.storage import kernels
-from growprune.tasks.cores import num_cores
+from growprune.tasks.task import num_cores
 
 State = Literal["ok", "absent", "slow", "broken"]
 COLOURS = {"ok": "green", "absent": "dim", "slow": "yellow", "broken": "red"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from growprune.compare.jobs import Job, writing_to
 from growprune.engine.folder import is_in_use
 from growprune.logs.rows import read_events
-from growprune.tasks.cores import num_cores
+from growprune.tasks.task import num_cores
 
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}
 """Exit codes of an interrupted run, with or without a checkpoint."""

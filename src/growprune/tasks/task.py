@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -160,3 +161,8 @@ def num_examples(batch: Any) -> int:
     """
     tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
     return next((len(tensor) for tensor in tensors if tensor.dim() and len(tensor)), 0)
+
+
+def num_cores() -> int:
+    """Number of cores this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

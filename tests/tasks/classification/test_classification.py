@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from growprune.sparse.model import SparseModel
 from growprune.tasks.classification import Classification, augment, images, sources
-from growprune.tasks.image_loading import to_rgb
+from growprune.tasks.images import UnreadableImage, opened, to_rgb
 
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
@@ -78,9 +78,8 @@ def test_without_crops_images_in_memory_are_those_that_are_streamed(data: str) -
 
 
 def test_pixels_are_those_of_the_files(data: str, files: list[tuple[bytes, int, bool]]) -> None:
-    decoded = images.decode_all(data, 3, 0)
-    assert decoded.labels.tolist() == [label for _, label, _ in files]
-    for pixels, (content, _, _) in zip(decoded.pixels, files, strict=True):
+    assert sources.load(data, 3).labels.tolist() == [label for _, label, _ in files]
+    for pixels, (content, _, _) in zip(images.held(data, 3, 0).pixels, files, strict=True):
         np.testing.assert_array_equal(pixels.numpy(), np.array(Image.open(io.BytesIO(content))))
 
 
@@ -208,9 +207,8 @@ def test_sixteen_bits_become_eight(tmp_path: Path) -> None:
         (tmp_path / split / name).mkdir(parents=True)
         for number in range(3):
             Image.fromarray((256 + 1) * ramp).save(tmp_path / split / name / f"{number}.png")
-    reader = images.Reader(sources.load(str(tmp_path), 3), (12, 12), None)
-    _, pixels = reader[0, True]
-    assert np.array_equal(pixels, np.repeat(ramp[..., None], 3, -1))  # type: ignore[arg-type]
+    pixels = images.Decoder(sources.load(str(tmp_path), 3), (12, 12), None)(0)
+    assert np.array_equal(pixels, np.repeat(ramp[..., None], 3, -1))
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
@@ -220,13 +218,10 @@ def test_images_without_a_known_white_are_named(tmp_path: Path, mode: str) -> No
         to_rgb(image)
 
 
-def test_a_decoder_that_breaks_names_the_image(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: object) -> None:
+def test_errors_of_pillows_decoders_are_caught(tmp_path: Path) -> None:
+    Image.new("RGB", (12, 12)).save(tmp_path / "a.png")
+    with pytest.raises(UnreadableImage, match="frame 0"), opened(tmp_path / "a.png", "tasks"):
         raise RuntimeError("Failed to decode frame 0")
-
-    monkeypatch.setattr(images.Reader, "decode", broken)
-    reader = images.Reader(sources.load(data, 3), (12, 12), None)
-    assert reader[7, True] == (7, "Failed to decode frame 0")
 
 
 def test_it_can_learn_and_be_made_sparse(data: str) -> None:

@@ -125,13 +125,13 @@ def test_a_replica_has_its_own_images_right_and_reads_no_more(
 ) -> None:
     task = small(data, in_memory=False, mixup=mixup, batch_size=11)
     whole = list(task.batches(seed=3, start=0, device=CPU))
-    decode, read = images.Reader.decode, []
+    decode, read = images.Decoder.__call__, []
 
-    def counting(reader: images.Reader, pillow: Any, file: Any, index: int) -> Any:
+    def counting(decoder: images.Decoder, index: int) -> Any:
         read.append(index)
-        return decode(reader, pillow, file, index)
+        return decode(decoder, index)
 
-    monkeypatch.setattr(images.Reader, "decode", counting)
+    monkeypatch.setattr(images.Decoder, "__call__", counting)
     for replica in range(3):
         read.clear()
         part = list(task.for_replica(replica, 3).batches(seed=3, start=0, device=CPU))
@@ -326,9 +326,9 @@ def test_the_packed_cifar_subset_is_read() -> None:
         crop="padded", num_validation=500, in_memory=True, workers=0,
     )  # fmt: skip
     assert task.num_batches() == 9  # 4,500 images
-    decoded = images.decode_all(str(CIFAR), 10, 0)
+    decoded = images.held(str(CIFAR), 10, 0)
     assert decoded.pixels.shape == (6000, 32, 32, 3)
-    assert bool(decoded.is_good.all())
-    assert decoded.labels[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert bool(decoded.good.all())
+    assert sources.load(str(CIFAR), 10).labels[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     means = decoded.pixels.float().mean((0, 1, 2)) / 255
     torch.testing.assert_close(means, torch.tensor([0.4917, 0.4826, 0.4472]), atol=0.01, rtol=0)

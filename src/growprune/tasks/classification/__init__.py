@@ -20,8 +20,7 @@ from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import check_split
 from growprune.tasks.classification import augment, images, sources
 from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem, initialise
-from growprune.tasks.classification.sources import Array
-from growprune.tasks.image_loading import Shareable
+from growprune.tasks.images import Array, ImageTask, read
 from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 UNREADABLE = -100
@@ -32,7 +31,7 @@ Batch = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Classification(Shareable):
+class Classification(ImageTask):
     """Classify images. The defaults are for ResNet-50 on ImageNet."""
 
     data: str = ""
@@ -109,8 +108,7 @@ class Classification(Shareable):
         groups = self._groups(order)[start : self.num_batches()]
         if not groups:  # the epoch may start at its end
             return
-        pairs = self._in_memory(groups, device) if self.in_memory else self._streamed(groups, seed, device)
-        for number, (pixels, labels) in enumerate(pairs, start):
+        for number, (pixels, labels) in enumerate(self._read(groups, seed, device), start):
             yield self._augmented(pixels, labels, seed, number)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -129,9 +127,8 @@ class Classification(Shareable):
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         groups = self._groups(self._indices(split))
-        pairs = self._in_memory(groups, device) if self.in_memory else self._streamed(groups, None, device)
         sums, count = torch.zeros(3, dtype=torch.float64, device=device), 0
-        for pixels, labels in pairs:
+        for pixels, labels in self._read(groups, None, device):
             is_good = labels != UNREADABLE
             pixels, labels = pixels[is_good], labels[is_good]
             inputs = self._inputs(augment.normalised(pixels, self.mean, self.std))
@@ -150,46 +147,37 @@ class Classification(Shareable):
     def _groups(self, indices: Array) -> list[Array]:
         return [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
 
-    # Both yield pixels (B, H, W, 3), cropped to image_size, and labels. Crops are random if there is a seed.
-
-    def _streamed(self, groups: list[Array], seed: int | None, device: torch.device) -> Iterator[Batch]:
+    def _read(self, groups: list[Array], seed: int | None, device: torch.device) -> Iterator[Batch]:
+        """Yield pixels (B, H, W, 3), cropped to image_size, and labels. Crops are random if there is a seed."""
         source = sources.load(self.data, self.num_classes)
-        account = sources.bad_images(self.data, self.num_classes)
-        reader = images.Reader(source, (self.image_size, self.image_size), self._boxes_to_read(seed))
-        wanted = images.all_of if seed is None else self._looked_at
-        found = images.read(reader, groups, account, workers=self.workers, device=device, wanted=wanted)
-        for group, (pixels, is_good) in zip(groups, found, strict=True):
+        size = self.image_size, self.image_size
+        if self.in_memory:
+            held = images.held(self.data, self.num_classes, self.workers)
+            height, width = held.pixels.shape[1:3]
+            if (height, width) != size:
+                raise GrowpruneError(
+                    f"crop='padded' needs images of size task.image_size, but {self.data} has images of {width} x "
+                    f"{height}. Set task.image_size"
+                )
+            found = held.batches(groups, device)
+        else:
+            boxes: images.Boxes | None = None
+            if self.crop == "resized":
+                random = partial(images.random_box, seed=seed or 0, min_scale=self.min_scale)
+                boxes = images.centre_box if seed is None else random
+            decoder = images.Decoder(source, size, boxes)
+            report = images.report_bad(source, self.data, self.num_classes)
+            used = None if seed is None else self._used
+            found = read(decoder, groups, report, workers=self.workers, device=device, used=used, size=size)
+        for group, (pixels, _, good) in zip(groups, found, strict=True):
             # a bad image stays in its batch without a label, so that all replicas have the same batch
-            labels = torch.from_numpy(source.labels[group]).masked_fill(~is_good, UNREADABLE)
+            labels = torch.from_numpy(source.labels[group]).masked_fill(~good, UNREADABLE)
             yield pixels, labels.to(device, non_blocking=True)
 
-    def _looked_at(self, count: int) -> Array:
-        """Select the images of a batch that this replica uses; with mixup, also those before them."""
-        index, replicas = self._replica
-        mine: Array = np.arange(count) % replicas == index
+    def _used(self, batch_size: int) -> Array:
+        """A mask of the images of a batch that this replica uses; with mixup, also those before them."""
+        mine = super()._used(batch_size)
         return mine | np.roll(mine, -1) if self.mixup else mine
-
-    def _boxes_to_read(self, seed: int | None) -> images.Boxes | None:
-        if self.crop == "padded":
-            return None
-        if seed is None:
-            return images.centre_box
-        return partial(images.random_box, seed=seed, min_scale=self.min_scale)
-
-    def _in_memory(self, groups: list[Array], device: torch.device) -> Iterator[Batch]:
-        decoded = images.decode_to(self.data, self.num_classes, self.workers, device)
-        height, width = decoded.pixels.shape[1:3]
-        if (height, width) != (self.image_size, self.image_size):
-            raise GrowpruneError(
-                f"crop='padded' needs images of size task.image_size, but {self.data} has images of {width} x "
-                f"{height}. Set task.image_size"
-            )
-        order = torch.from_numpy(np.concatenate(groups))
-        if device.type == "cuda":  # copying pinned memory does not make the GPU wait
-            order = order.pin_memory()
-        order = order.to(device, non_blocking=True)
-        for indices in torch.split(order, self.batch_size):
-            yield decoded.pixels[indices], decoded.labels[indices]
 
     def _augmented(self, pixels: Tensor, labels: Tensor, seed: int, number: int) -> Batch:
         device, count = pixels.device, len(pixels)

@@ -11,13 +11,13 @@ import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-import numpy.typing as npt
 
 from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import BadRecords, check_split, find
+from growprune.tasks.images import Array
 
 LAYOUT = "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg (jpg, jpeg or png), or a FILE.npz of packed JPEGs"
 FOLDERS = {"train": "train", "test": "val"}
@@ -33,8 +33,6 @@ UNREADABLE = (
     TypeError,  # a file with a single array instead of several
 )
 """Errors of numpy for a file that is damaged or not an .npz."""
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from growprune.errors import GrowpruneError
 from growprune.tasks.classification.resnet import Name, initialise
 from growprune.tasks.detection import distortions
-from growprune.tasks.detection.albums import Album, Pictures, album
+from growprune.tasks.detection.albums import Album, album
 from growprune.tasks.detection.boxes import IMAGE_SIZE, Detections, default_boxes, detect, multibox_loss
 from growprune.tasks.detection.coco import Scene, coco_numbers, cocoeval, load
 from growprune.tasks.detection.ssd import SSD, Convolution
-from growprune.tasks.image_loading import Shareable
+from growprune.tasks.images import ImageTask, Pictures
 from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Detection(Shareable):
+class Detection(ImageTask):
     """Find objects in images."""
 
     data: str = ""
@@ -85,7 +85,7 @@ class Detection(Shareable):
         order = np.random.default_rng(seed).permutation(len(train.scenes))
         batches = np.array_split(order, self.num_batches())
         all_boxes, all_labels = train.targets
-        found = train.pictures(batches[start:], device, self._replica)
+        found = train.pictures(batches[start:], device, self._used)
         for number, (pixels, sizes, good) in enumerate(found, start=start):
             indices = torch.from_numpy(batches[number])
             labels = all_labels[indices].where(good.unsqueeze(1), 0)

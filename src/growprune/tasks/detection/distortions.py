@@ -88,15 +88,15 @@ def show(pixels: Tensor, sizes: Tensor, views: Tensor, mirrored: Tensor) -> Tens
     picture, the weights average source pixels, as in Pillow.
 
     Args:
-        pixels: uint8, (B, 3, H, W), each picture in the upper left corner.
+        pixels: uint8, (B, H, W, 3), each picture in the upper left corner.
         sizes: height and width of each, (B, 2).
     """
     mean = torch.tensor(MEAN, device=pixels.device).view(3, 1, 1)
-    across = _weights(views[:, 0::2] * sizes[:, 1:], sizes[:, 1], pixels.shape[3])  # (B, 300, W)
+    across = _weights(views[:, 0::2] * sizes[:, 1:], sizes[:, 1], pixels.shape[2])  # (B, 300, W)
     across = torch.where(mirrored.view(-1, 1, 1), across.flip(1), across)
-    down = _weights(views[:, 1::2] * sizes[:, :1], sizes[:, 0], pixels.shape[2])  # (B, 300, H)
+    down = _weights(views[:, 1::2] * sizes[:, :1], sizes[:, 0], pixels.shape[1])  # (B, 300, H)
     with torch.autocast(pixels.device.type, enabled=False):
-        centred = pixels.float() / 255 - mean
+        centred = pixels.permute(0, 3, 1, 2).contiguous().float() / 255 - mean
         return down.unsqueeze(1) @ (centred @ across.mT.unsqueeze(1)) + mean
 
 
