@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from growprune.tasks.language import Language
-from growprune.tasks.language.data import load
+from growprune.tasks.language import Language, load
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "linux_text.py"
 FILES = {"a/main.c": "int main(void) { return 0; }\n" * 40, "a/b.h": "/* naïve */\n" * 40, "a/README": "not C"}

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 import growprune as gp
 from growprune.masks.layers import prunable_weights
 from growprune.sparse.flops import count_flops
-from growprune.tasks.language import Language
-from growprune.tasks.language.gpt import GPT, Shape
+from growprune.tasks.language import GPT, Language, Shape
 
 SMALL = Shape(vocab_size=11, context=6, d_model=8, ffn=12, heads=2, layers=2)
 

@@ -22,8 +22,7 @@ from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import find
 from growprune.runs.metric import Metric
-from growprune.tasks.language import Language
-from growprune.tasks.language.data import cut
+from growprune.tasks.language import Language, cut
 
 CPU = torch.device("cpu")
 SHAKESPEARE = SHARED / "tinyshakespeare" / "input.txt"
