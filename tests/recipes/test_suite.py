@@ -99,3 +99,81 @@ def test_data_that_is_missing_is_named(suite: Any, tmp_path: Path) -> None:
     with pytest.raises(GrowpruneError, match="--data"):
         suite.check_data(runs, None)
     assert suite.check_data(suite.all_runs(["digits-90"]), None) == Path()
+
+
+# Pages
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    return importlib.import_module("suite_pages")
+
+
+def lines_of(suite: Any, cell: str, row: str, scores: list[float], **figures: Any) -> list[dict[str, Any]]:
+    """Results of a row, a seed each."""
+    found = []
+    for seed, score in enumerate(scores):
+        run = suite.all_runs([cell], [row], [seed])[0]
+        line = {"cell": cell, "row": row, "seed": seed, "asked": run.asked, "cpu_seconds": 36.0, "status": "finished"}
+        line |= {"validation": {run.cell.metric: score}, "test": {run.cell.metric: score + 1}}
+        line |= {"data": {"first_batch": str(seed)}, "commit": "abc", "torch": "2.0", "machine": "a CPU"}
+        line |= {"operations": 0.3, "reached": 0.9, "peak": 0.6, "average": 0.3, "grown": 0.5, **figures}
+        found.append(line)
+    return found
+
+
+def find(suite: Any, pages: Any, cell: str, lines: list[dict[str, Any]]) -> Any:
+    return pages.find(next(each for each in suite.CELLS if each.name == cell), lines)
+
+
+def test_pages_of_the_suite_are_those_of_the_stored_results(pages: Any) -> None:
+    for path, text in pages.files().items():
+        assert path.read_text() == text, "run python experiments/suite_pages.py --write"
+
+
+def test_rows_are_compared_seed_by_seed_above_zero_where_ours_is_better(suite: Any, pages: Any) -> None:
+    ours = lines_of(suite, "shakespeare-90", "gradual_gap", [2.0, 2.1])
+    theirs = lines_of(suite, "shakespeare-90", "gmp", [2.1, 2.4, 9.0])  # less is better
+    rows = find(suite, pages, "shakespeare-90", [*theirs, *ours])
+    table = [line.split(" | ") for line in pages.table(rows).splitlines()]
+    assert table[2][:3] == ["| gradual_gap", "3.050 ± 0.050", ""]
+    assert table[3][2] == "+0.200 ± 0.100"
+    assert table[3][-1] == "3, 2 failed |"
+    assert pages.ahead(*find(suite, pages, "cifar10-90", cifar(suite)), pages.METRICS["top1"]) == [1.0]
+
+
+def cifar(suite: Any) -> list[dict[str, Any]]:
+    return [*lines_of(suite, "cifar10-90", "gradual_gap", [70]), *lines_of(suite, "cifar10-90", "gmp", [69])]
+
+
+def test_growth_is_worth_its_difference_to_never_growing(suite: Any, pages: Any) -> None:
+    lines = lines_of(suite, "cifar10-90", "gradual_gap", [70, 71], operations=0.4)
+    lines += lines_of(suite, "cifar10-90", "never growing", [69, 69], operations=0.25)
+    table = pages.worth([find(suite, pages, "cifar10-90", lines)]).splitlines()
+    assert table[2] == "| CIFAR-10, ResNet-18, 90 %, top-1 | +1.50 ± 0.50 | 0.40 / 0.25 | 0.50 | 0 / 0 | 2 |"
+
+
+def test_a_seed_that_broke_off_or_is_far_behind_has_failed(suite: Any, pages: Any) -> None:
+    lines = lines_of(suite, "cifar10-90", "gmp", [70, 67, 65])
+    lines.append({**lines[0], "seed": 3, "status": "failed", "why": "the loss is nan"})
+    assert find(suite, pages, "cifar10-90", lines)[0].failed == [2, 3]
+
+
+def test_runs_of_other_settings_or_data_are_refused_by_name(suite: Any, pages: Any) -> None:
+    lines = [*lines_of(suite, "cifar10-90", "gradual_gap", [70]), *lines_of(suite, "cifar10-90", "gmp", [69])]
+    other = {**lines[1], "asked": {**lines[1]["asked"], "epochs": 77}}
+    with pytest.raises(GrowpruneError, match="gmp, seed 0 has epochs 77 instead of"):
+        find(suite, pages, "cifar10-90", [lines[0], other])
+    other = {**lines[1], "data": {"first_batch": "else"}}
+    with pytest.raises(GrowpruneError, match="gmp and gradual_gap have other data with seed 0"):
+        find(suite, pages, "cifar10-90", [lines[0], other])
+
+
+def test_different_commits_and_missing_seeds_are_named(suite: Any, pages: Any) -> None:
+    lines = lines_of(suite, "cifar10-90", "gradual_gap", [70, 71])
+    lines += lines_of(suite, "cifar10-90", "static random", [69], commit="def")
+    tuned, fewer, commits = pages.notes(find(suite, pages, "cifar10-90", lines))
+    assert "static random is at the edge" in tuned
+    assert fewer == "Fewer seeds than 2: static random."
+    assert commits == "Commits: abc (2 runs), def (1 runs)."
