@@ -29,7 +29,7 @@ from tables import put, spread
 
 import growprune as gp
 from growprune import engine
-from growprune.engine.device import choose_device
+from growprune.engine.building import choose_device
 from growprune.engine.override import override
 from growprune.recipes import find
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-from growprune.engine import device
+from growprune.engine import building
 
 collect_ignore_glob = ["*/conftest.py"]  # they hold no doctests, and several modules of one name cannot be imported
 torch.set_num_threads(1)
 settings.register_profile("growprune", deadline=None, max_examples=50)
 settings.load_profile("growprune")
-device.commit = functools.cache(device.commit)  # asking git twice a run takes as long as some of the runs here
+building.commit = functools.cache(building.commit)  # asking git twice a run takes as long as some of the runs here
 
 WITH_PORTS = {
     *("test_distributed", "test_replicas", "test_examples", "test_report_browser"),

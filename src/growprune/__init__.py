@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from growprune.deployment.api import deploy, load_deployed
     from growprune.deployment.deployed import Deployed
     from growprune.engine import resume, train
-    from growprune.engine.optim import LRSchedule, OptimizerConfig
-    from growprune.engine.recipe import Recipe
+    from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
     from growprune.errors import GrowpruneError
     from growprune.files.pretrained import from_pretrained, save_pretrained
     from growprune.files.sharded_checkpoints import (
@@ -42,8 +41,7 @@ _HOMES = {
     "growprune.deployment.deployed": ("Deployed",),
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
-    "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),
-    "growprune.engine.recipe": ("Recipe",),
+    "growprune.engine.recipe": ("LRSchedule", "OptimizerConfig", "Recipe"),
     "growprune.files.sparse_file": ("load", "manifest", "read", "save"),
     "growprune.sparse.flops": ("count_flops",),
     "growprune.sparse.init": ("sparse_init",),

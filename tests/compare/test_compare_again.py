@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from growprune import GrowpruneError
 from growprune.cli import app
 from growprune.compare import Request
-from growprune.engine import source
+from growprune.engine import override
 from growprune.engine.recipe import describe
 
 TOY = f"{TOY_FILE}:cyclic"
@@ -81,11 +81,11 @@ def test_two_files_of_one_name_do_not_share_a_module_and_a_changed_one_is_read_a
     for value, path in enumerate(paths):
         path.parent.mkdir()
         path.write_text(f"def number():\n    return NUMBER\nNUMBER = {value}\n")
-    found = [source.load(f"{path}:number", "task") for path in paths]
+    found = [override.load(f"{path}:number", "task") for path in paths]
     assert [number() for number in found] == [0, 1]
     assert found[0].__module__ != found[1].__module__
     paths[0].write_text(paths[0].read_text().replace("= 0", "= 7"))
-    assert source.load(f"{paths[0]}:number", "task")() == 7
+    assert override.load(f"{paths[0]}:number", "task")() == 7
 
 
 def test_digests_are_of_the_file_and_of_the_users_modules_that_it_imports(
@@ -99,12 +99,12 @@ def test_digests_are_of_the_file_and_of_the_users_modules_that_it_imports(
     (tmp_path / "package" / "deep.py").write_text("from . import sibling\nfrom .nowhere import x\n")
     path = own(tmp_path, imports="import near, package.deep, growprune.methods")
     names = ["far.py", "near.py", "own.py", "package/__init__.py", "package/deep.py", "package/sibling.py", "toy.py"]
-    before = source.digests(f"{path}:late", "gmp", "digits/dense")
+    before = override.digests(f"{path}:late", "gmp", "digits/dense")
     assert [*before] == names
     (tmp_path / "far.py").write_text("anything = 1")
-    after = source.digests(f"{path}:late")
+    after = override.digests(f"{path}:late")
     assert [name for name in names if after[name] != before[name]] == ["far.py"]
-    assert source.digests("gmp", "digits/dense") == {}
+    assert override.digests("gmp", "digits/dense") == {}
 
 
 def test_finished_runs_of_a_changed_file_run_again_and_the_old_ones_are_kept(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_all_rows_share_data_order_batch_size_optimizer_and_schedule(tmp_path: P
 
 
 def _first_batch(recipe: Recipe) -> str:
-    from growprune.engine.batches import fingerprint
+    from growprune.engine.trainer import fingerprint
 
     return str(fingerprint(recipe, 4)["first_batch"])
 

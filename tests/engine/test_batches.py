@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from growprune.engine.batches import Batches
+from growprune.engine.trainer import Batches
 from growprune.recipes import find
 
 PLACES = [(None, 0), (None, 1), (None, 2), (0, 2), (0, 3), (1, 2), (None, 3), (None, 4), (None, 7), (None, 8)]

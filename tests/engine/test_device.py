@@ -9,7 +9,7 @@ import torch
 
 import growprune as gp
 from growprune.engine import mesh
-from growprune.engine.device import choose_device
+from growprune.engine.building import choose_device
 
 
 @pytest.fixture

@@ -28,9 +28,9 @@ from toy import Toy, continuing, parallel, plain
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine.batches import split
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
+from growprune.engine.trainer import split
 from growprune.masks.partition import contiguous
 
 

@@ -19,8 +19,7 @@ import growprune as gp
 from growprune import engine, methods
 from growprune.engine.cost import estimate
 from growprune.engine.mesh import Mesh
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.engine.trainer import Training
 from growprune.files import checkpoint
 from growprune.masks.partition import contiguous, per_layer

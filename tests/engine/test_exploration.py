@@ -13,8 +13,8 @@ import torch
 from toy import cyclic, parallel
 
 from growprune import SparseModel, engine, methods
-from growprune.engine.accounting import Exploration, pack_masks
 from growprune.engine.folder import RunFolder
+from growprune.engine.observers import Exploration, pack_masks
 from growprune.errors import GrowpruneError
 from growprune.plan import Branch, Fork, Parts, Phase, Stage, grow, method, prune, walk
 

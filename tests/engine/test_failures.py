@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from several import run_on
 from toy import Toy, cyclic, plain
 
 from growprune import engine
-from growprune.engine import device
+from growprune.engine import building
 from growprune.engine.recipe import Recipe
 from growprune.runs import read_run
 
@@ -108,7 +109,12 @@ def fails_to_test(recipe: Recipe, folder: Path) -> None:
         return evaluate(task, model, split, **how)
 
     Toy.evaluate = failing  # type: ignore[method-assign]
-    engine.train(recipe, folder)
+    try:
+        engine.train(recipe, folder)
+    finally:
+        until = time.monotonic() + 60
+        while "failed" not in (folder / "log-1.jsonl").read_text() and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def test_who_waits_for_the_result_of_a_first_process_that_fails_is_told(tmp_path: Path) -> None:
@@ -120,12 +126,12 @@ def test_who_waits_for_the_result_of_a_first_process_that_fails_is_told(tmp_path
 
 def test_a_result_tells_the_source_unless_a_clean_commit_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(device, "commit", lambda: "0123456789ab")
-    assert "source" not in device.environment(cpu)
+    monkeypatch.setattr(building, "commit", lambda: "0123456789ab")
+    assert "source" not in building.environment(cpu)
     for unclear in ("0123456789ab-dirty", ""):
-        monkeypatch.setattr(device, "commit", lambda said=unclear: said)
-        assert device.environment(cpu)["source"] == device.source_digest()
+        monkeypatch.setattr(building, "commit", lambda said=unclear: said)
+        assert building.environment(cpu)["source"] == building.source_digest()
     engine.train(cyclic(), tmp_path / "run")
     stored = json.loads((tmp_path / "run" / "result.json").read_text())["environment"]
     assert len(stored["source"]) == 16
-    assert stored["source"] == device.source_digest()
+    assert stored["source"] == building.source_digest()

@@ -12,7 +12,7 @@ from report_runs import history, phase, recipe, result, row, write_run
 from torch import nn
 
 from growprune import SparseModel
-from growprune.engine.evaluation import Best
+from growprune.engine.observers import Best
 from growprune.report.page import render
 from growprune.runs import find_runs
 from growprune.runs.metric import Metric, decimals

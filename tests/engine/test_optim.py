@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from growprune.engine.optim import OPTIMIZERS, LRSchedule, OptimizerConfig
+from growprune.engine.recipe import OPTIMIZERS, LRSchedule, OptimizerConfig
 
 
 def factors(lr_schedule: LRSchedule, total: int, per_epoch: int) -> list[float]:

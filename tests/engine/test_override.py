@@ -13,9 +13,8 @@ from toy import cyclic, parallel
 
 import growprune as gp
 from growprune import GrowpruneError, methods
-from growprune.engine.override import override, parse_settings
+from growprune.engine.override import load, override, parse_settings
 from growprune.engine.recipe import own_options
-from growprune.engine.source import load
 from growprune.masks.partition import contiguous, per_layer
 from growprune.recipes import find
 from growprune.recipes.study import total_epochs

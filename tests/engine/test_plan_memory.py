@@ -8,7 +8,7 @@ from toy import Toy, plain
 
 from growprune import methods
 from growprune.engine.cost import estimate
-from growprune.engine.optim import OptimizerConfig
+from growprune.engine.recipe import OptimizerConfig
 from growprune.masks.partition import contiguous
 
 

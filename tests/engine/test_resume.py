@@ -19,9 +19,8 @@ from toy import continuing, cyclic, parallel
 
 import growprune as gp
 from growprune import GrowpruneError, engine, methods
-from growprune.engine.optim import OptimizerConfig
 from growprune.engine.override import override
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import OptimizerConfig, Recipe
 from growprune.files import checkpoint
 
 

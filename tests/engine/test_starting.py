@@ -17,8 +17,7 @@ from toy import Toy, cyclic, parallel
 import growprune as gp
 from growprune import engine
 from growprune.engine.folder import FORMAT, RunFolder
-from growprune.engine.optim import OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import OptimizerConfig, Recipe
 
 
 @pytest.fixture(autouse=True)

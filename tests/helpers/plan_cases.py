@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune import methods
-from growprune.engine.forks import Place, returned_by
+from growprune.engine.state import Place, returned_by
 from growprune.masks.bits import Snapshot
 from growprune.masks.partition import Partition
 from growprune.methods import METHODS

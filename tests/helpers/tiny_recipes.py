@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from growprune.engine.optim import LRSchedule
+from growprune.engine.recipe import LRSchedule
 from growprune.recipes import classification, detection, language, segmentation, translation
 from growprune.recipes.study import Study, recipes
 from growprune.tasks.language import Language

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune import methods
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.masks.partition import contiguous
 from growprune.tasks import Task
 

@@ -12,9 +12,9 @@ from torch import nn
 from toy import Toy
 
 import growprune as gp
-from growprune.engine.compatibility import fields_of
-from growprune.engine.optim import OptimizerConfig
+from growprune.engine.folder import fields_of
 from growprune.engine.override import override
+from growprune.engine.recipe import OptimizerConfig
 from growprune.plan import first_by
 
 

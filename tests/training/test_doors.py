@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import growprune as gp
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.integrations.lightning import GrowPrune
 from growprune.integrations.transformers import GrowPruneCallback
 from growprune.methods import METHODS

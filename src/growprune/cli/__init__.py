@@ -5,7 +5,6 @@ Each verb is a function in the file of its group. VERBS lists them in the order 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Annotated
@@ -64,8 +63,4 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_: f"growprune: warning: {message}\n"
     # DDP warns about the gradients of 1 x 1 convolutions; users can do nothing about it
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    try:
-        app()
-    finally:
-        if "growprune.engine" in sys.modules:
-            sys.modules["growprune.engine"].leave()
+    app()

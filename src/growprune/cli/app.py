@@ -112,7 +112,7 @@ def _failure_in_users_code(error: Exception) -> str:
 
 def trusted_origin(folder: RunFolder, trust: bool) -> dict[str, Any]:
     """Read where the recipe of a run comes from. Without --trust, refuse to run code named in another user's run."""
-    from growprune.engine.source import file_of, is_source
+    from growprune.engine.override import file_of, is_source
 
     origin = folder.read_origin()
     named = (origin.get("source") or "", (origin.get("settings") or {}).get("method", ""))

@@ -68,7 +68,7 @@ def deploy(
 def origin_of(path: Path, model: str, example_shape: str, *, trust: bool = False) -> dict[str, Any]:
     """Where the code of the model and the example input come from. Saved with the deployed model."""
     from growprune.engine import RunFolder
-    from growprune.engine.source import absolute
+    from growprune.engine.override import absolute
 
     if path.is_dir():
         if not (path / "recipe.json").is_file():
@@ -114,7 +114,7 @@ def build_model(text: str) -> tuple[nn.Module, Any]:
     """Call the user's function. Return the model, and the example input if the function returns one too."""
     from torch import nn
 
-    from growprune.engine.source import called, load
+    from growprune.engine.override import called, load
 
     place, colon, name = text.rpartition(":")
     if not colon or not place:

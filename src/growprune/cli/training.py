@@ -101,8 +101,7 @@ def resume(
 ) -> None:
     """Resume a run from its last checkpoint."""
     from growprune import engine
-    from growprune.engine.override import override, parse_settings
-    from growprune.engine.source import digests
+    from growprune.engine.override import digests, override, parse_settings
     from growprune.recipes import find
 
     origin = trusted_origin(engine.RunFolder(folder), trust)
@@ -134,8 +133,7 @@ def _train(
 ) -> dict[str, Any]:
     from growprune import engine
     from growprune.engine.folder import HoldsRun
-    from growprune.engine.override import override
-    from growprune.engine.source import absolute, digests
+    from growprune.engine.override import absolute, digests, override
     from growprune.recipes import find
 
     recipe = find(source)

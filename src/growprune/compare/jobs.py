@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from growprune.compare.typed import Point, Row
-from growprune.engine.compatibility import check_same_recipe, check_same_work, fields_of
-from growprune.engine.folder import RunFolder, is_in_use
+from growprune.engine.folder import RunFolder, check_same_recipe, check_same_work, fields_of, is_in_use
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.runs import Record, read_run

@@ -28,9 +28,8 @@ from growprune.compare.comparison import Comparison
 from growprune.compare.jobs import EARLIER, Job, writing_to
 from growprune.compare.small import make_small
 from growprune.compare.typed import LONGEST, Grid, Point, Row, parse_grid, parse_rows, points_of
-from growprune.engine.override import override, parse_settings
+from growprune.engine.override import absolute, digests, override, parse_settings
 from growprune.engine.recipe import Recipe, describe, own_options
-from growprune.engine.source import absolute, digests
 from growprune.errors import GrowpruneError
 from growprune.files import json_file
 from growprune.plan.settings import check_counts, check_sparsity

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from growprune.engine.override import find_method
+from growprune.engine.override import absolute, find_method, is_source
 from growprune.engine.recipe import Recipe, own_options
-from growprune.engine.source import absolute, is_source
 from growprune.errors import GrowpruneError, shorten
 from growprune.masks.allocation import ALLOCATIONS
 from growprune.methods import METHODS, dense

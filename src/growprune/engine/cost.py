@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from growprune.engine.forks import prunes_after_fork
 from growprune.engine.recipe import Recipe
+from growprune.engine.state import prunes_after_fork
 from growprune.plan import Action, Plan, ScheduledPhase, Spread, walk
 from growprune.sparse.flops import count_flops
 from growprune.sparse.model import SparseModel

@@ -18,20 +18,31 @@ from typing import Any
 
 import torch
 
-from growprune.engine.accounting import Accounting, Exploration
-from growprune.engine.batches import digest, fingerprint
-from growprune.engine.building import about_weights, build, shard
-from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
-from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
-from growprune.engine.evaluation import Best, Evaluation
-from growprune.engine.events import Event, Events
-from growprune.engine.folder import RunFolder, portable
-from growprune.engine.forks import Place, returned_by
-from growprune.engine.mesh import Mesh, ask_first, is_restart_of, join, may_be_restarted, wait_for_all
-from growprune.engine.optim import require
-from growprune.engine.recipe import Recipe, describe
-from growprune.engine.state import Checkpoints, RunState
-from growprune.engine.trainer import Training, work_before
+from growprune.engine.building import (
+    about_weights,
+    build,
+    choose_device,
+    environment,
+    move,
+    peak_bytes,
+    reset_peak,
+    shard,
+)
+from growprune.engine.folder import (
+    RunFolder,
+    check_same_plan,
+    check_same_recipe,
+    check_same_result,
+    fields_of,
+    is_restart_of,
+    may_be_restarted,
+    portable,
+)
+from growprune.engine.mesh import Mesh, ask_first, join, wait_for_all
+from growprune.engine.observers import Accounting, Best, Evaluation, Event, Events, Exploration
+from growprune.engine.recipe import Recipe, describe, require
+from growprune.engine.state import Checkpoints, Place, RunState, returned_by
+from growprune.engine.trainer import Training, digest, fingerprint, work_before
 from growprune.files import checkpoint
 from growprune.files.sparse_file import write_file
 from growprune.masks.bits import Snapshot

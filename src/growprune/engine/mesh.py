@@ -7,6 +7,7 @@ group with one replica, and runs the same code.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -14,7 +15,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def join(device: torch.device, timeout_seconds: float) -> int:
         store, rank, world = _find_store(wait)
         fresh = PrefixStore(_meeting_name(store, rank, world, timeout_seconds), store)
         dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=wait)
+        atexit.register(leave)
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -91,25 +92,6 @@ def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> 
     return mine
 
 
-def may_be_restarted() -> bool:
-    """True if torchrun started this process. After a failure it starts it again, and the run then exists already."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def job() -> str:
-    """A name for the torchrun job, the same after each restart. Empty without torchrun.
-
-    The run id alone is not enough: it is "none" unless the user gives one. The log folder is new for each job.
-    """
-    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # <logs of the job>/attempt_0/<rank>/error.json
-    return error_file.parent.parent.parent.name or os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def is_restart_of(earlier_job: str) -> bool:
-    """True if torchrun restarted this process in a job after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and job() == earlier_job
-
-
 def ask_first(flag: bool) -> bool:
     """The answer of rank 0, on all ranks. Other machines may see an older state of the folder."""
     if not dist.is_initialized():
@@ -135,7 +117,7 @@ def _starting() -> Iterator[None]:
 
 
 def leave() -> None:
-    """Leave the process group at the end."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

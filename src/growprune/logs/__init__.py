@@ -9,7 +9,7 @@ they are made from the run's own log without the epochs that a kill undid (rows.
 run is resumed, and is complete from the start.
 
 An epoch has: loss, lr, the validation metrics, live weights (`alive`), their fraction of the prunable ones (`density`
-and `density/<layer>`), `explored` and `churn` (see engine/accounting.py), and the values that a rule reports.
+and `density/<layer>`), `explored` and `churn` (see engine/observers.py), and the values that a rule reports.
 """
 
 from __future__ import annotations

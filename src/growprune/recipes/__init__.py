@@ -12,8 +12,8 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from growprune.engine.override import called, is_source, load
 from growprune.engine.recipe import Recipe
-from growprune.engine.source import called, is_source, load
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.masks.partition import balanced, contiguous, per_layer
 from growprune.tasks.digits import Digits
 

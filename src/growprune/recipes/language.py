@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.recipes.study import Baseline, Parts, Row, Study, cut_layers, recipes, rows_of
 from growprune.tasks.language import Language
 

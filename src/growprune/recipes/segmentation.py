@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.recipes.study import Row, Study, recipes
 from growprune.tasks.segmentation import PartSegmentation
 

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.masks.partition import named
 from growprune.recipes.study import Parts, Row, Study, cut_layers, recipes
 from growprune.tasks.translation import Translation

@@ -5,7 +5,7 @@
     optimizer = cursor.attach(optimizer)     # a plain loop over epochs: each optimizer step advances the plan
 
 Iterations are optimizer steps, counted from the start of the plan. Plans with forks, such as P-GaP's, need the cursor
-of the engine (engine/forks.py).
+of the engine (engine/state.py).
 """
 
 from __future__ import annotations

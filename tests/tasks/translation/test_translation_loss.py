@@ -13,9 +13,8 @@ from translation_cases import CPU, model_of, naive_losses, tiny, tokens
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine.batches import split
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
+from growprune.engine.trainer import split
 from growprune.sparse.rng import seed_all
 from growprune.tasks.translation import corpus, token_losses
 from growprune.tasks.translation.pieces import Pieces

@@ -1,4 +1,4 @@
-"""Counters of a run: live weights, training FLOPs, and how much of the model was explored.
+"""What looks on while a run is trained, and changes nothing: counters, explored weights, the best model, the log.
 
 docs/decisions.md, "Runs and comparisons", defines explored and churn, and says where live weights are counted. An
 iteration costs three forward passes (one forward, two for the gradients) per example, at the densities the layers have
@@ -9,11 +9,14 @@ After the fork, a weight is explored if any branch explored it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import safetensors.torch
 import torch
@@ -21,10 +24,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from growprune.engine.folder import RunFolder
-from growprune.errors import GrowpruneError
+from growprune.engine.mesh import PeerFailed
+from growprune.engine.recipe import Recipe
+from growprune.engine.trainer import TrainingDiverged
+from growprune.errors import GrowpruneError, shorten
+from growprune.files import sparse_file as file
 from growprune.files.atomic import plain_file, replacing
 from growprune.masks.bits import Snapshot
 from growprune.plan import ScheduledPhase
+from growprune.runs.metric import Metric
 from growprune.sparse.flops import Flops, count_flops
 from growprune.sparse.model import SparseModel
 from growprune.storage import kernels
@@ -243,3 +251,139 @@ def _read(path: Path) -> Tensor:
         raise GrowpruneError(
             f"cannot read {path}, the explored weights of a branch ({error}). Resume the run to write it again"
         ) from error
+
+
+class Best:
+    """The best model so far.
+
+    Args:
+        path: the file it is kept in.
+        metric: decides which model is better.
+        is_writer: True if this process writes the file. Other processes only keep the score.
+    """
+
+    def __init__(self, path: Path, metric: Metric, *, is_writer: bool) -> None:
+        self._path, self._metric, self._is_writer = path, metric, is_writer
+        self.found: dict[str, Any] = {}
+        self._model: Snapshot = {}
+
+    def consider(self, sparse: SparseModel, metrics: dict[str, float], **where: Any) -> None:
+        """Keep a model if it is as good as the best so far. Among equals, the later one wins."""
+        name = self._metric.name
+        best = self.found["validation"][name] if self.found else math.nan
+        if self._metric.is_as_good(metrics[name], than=best):
+            self.found = {"validation": metrics, **where}
+            if self._is_writer:
+                self._model = sparse.snapshot(device="cpu")
+                file.write_file(sparse, self._path)
+
+    def put_into(self, sparse: SparseModel) -> None:
+        """Load the best weights into a model, and write its file again: after a kill it may be newer than the state."""
+        sparse.restore(self._model)
+        file.write_file(sparse, self._path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found, "model": self._model}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found, self._model = state["found"], state["model"]
+
+
+class Evaluation:
+    """Evaluates the model of a run as it is trained.
+
+    Args:
+        best: where the best model is kept.
+    """
+
+    def __init__(self, recipe: Recipe, sparse: SparseModel, device: torch.device, best: Best) -> None:
+        self._recipe, self._sparse, self._device, self._best = recipe, sparse, device, best
+
+    @torch.no_grad()
+    def evaluate(self, split: Any) -> dict[str, float]:
+        """The metrics of the current model on a split of the task's data."""
+        task, model = self._recipe.task, self._sparse.model.eval()
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.precision == "bf16"):
+            metrics = task.evaluate(model, split, device=self._device)
+        if task.metric not in metrics:
+            raise GrowpruneError(
+                f"evaluate() of the task must return its metric {task.metric!r}, got {', '.join(metrics)}"
+            )
+        return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
+
+    def validate(self, row: dict[str, Any], *, is_phase_end: bool) -> None:
+        """Add the validation metrics to the row of an epoch, and consider the model as the best.
+
+        Args:
+            is_phase_end: True if the phase ends with this epoch.
+        """
+        row["validation"] = self.evaluate("validation")
+        if row["branch"] is None and self._recipe.sparsity > 0:
+            # of weights that all live, a rule may have made as many zeros as are asked for
+            is_sparse_by_rule = row.get("rule", {}).get("sparsity", 0.0) >= self._recipe.sparsity
+            self._consider(row, is_candidate_due=is_phase_end or is_sparse_by_rule)
+
+    def _consider(self, row: dict[str, Any], *, is_candidate_due: bool) -> None:
+        """Keep the best model at the target sparsity: the model itself, or the model pruned to it now."""
+        where = {name: row[name] for name in ("stage", "epoch")}
+        if self._sparse.is_at_target:
+            self._best.consider(self._sparse, row["validation"], **where)
+        elif self._recipe.candidates and is_candidate_due and self._sparse.can_be_pruned:
+            with self._sparse.pruned():
+                row["candidate"] = self.evaluate("validation")
+                self._best.consider(self._sparse, row["candidate"], **where)
+
+    def best_tested(self) -> dict[str, Any] | None:
+        """Test metrics of the best model by validation data. Its weights replace those of the current model."""
+        if not self._best.found:
+            return None
+        self._best.put_into(self._sparse)
+        return {**self._best.found, "test": self.evaluate("test")}
+
+
+Event: TypeAlias = dict[str, Any]
+Listener: TypeAlias = Callable[[Event], None]
+
+
+class Events:
+    """Sends events to listeners. Events are either *logged* in the run folder too, or only *shown*."""
+
+    def __init__(self, folder: RunFolder, listeners: Sequence[Listener], last: int) -> None:
+        self._folder, self._listeners, self._last = folder, listeners, last
+
+    def log_event(self, event: str, scheduled: ScheduledPhase | None = None, **details: Any) -> None:
+        self._folder.append(self.show(event, scheduled, **details))
+
+    def show(self, event: str, scheduled: ScheduledPhase | None = None, **details: Any) -> Event:
+        """Send an event to listeners without logging it."""
+        entry: Event = {"event": event}
+        if scheduled is not None:
+            entry |= {
+                "index": scheduled.index,
+                "last": self._last,
+                "stage": scheduled.stage,
+                "branch": scheduled.branch,
+            }
+        entry |= details
+        for listener in self._listeners:
+            listener(entry)
+        return entry
+
+    def warn(self, message: str) -> None:
+        self.log_event("warning", message=message)
+
+    def log_failure(self, error: BaseException) -> None:
+        """Log why the run ends, for readers of the folder: as interrupted by Ctrl-C, or as failed."""
+        entry: Event = {"event": "interrupted"}
+        if not isinstance(error, KeyboardInterrupt):
+            entry = {"event": "failed", "message": last_line(error)}
+        for tell in (self._folder.append, *self._listeners):
+            with contextlib.suppress(Exception):  # the disk may be full, or a listener may be what failed
+                tell(entry)
+
+
+def last_line(error: BaseException) -> str:
+    """The message of an error of ours, or the last line of its traceback."""
+    says_all = isinstance(error, GrowpruneError | TrainingDiverged | PeerFailed)
+    text = str(error) if says_all else traceback.format_exception_only(error)[-1]
+    return shorten(" ".join(text.split()), 1000)
