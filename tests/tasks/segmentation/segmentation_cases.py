@@ -16,7 +16,7 @@ from paths import SHARED
 from torch import Tensor, nn
 
 from growprune.tasks.segmentation import PartSegmentation, shapenet
-from growprune.tasks.segmentation.shapenet_parts import SYNSETS, parts_by_category
+from growprune.tasks.segmentation.shapenet import CATEGORY_OF_PART, SYNSETS
 
 CPU = torch.device("cpu")
 AIRPLANE, BAG, MUG = "02691156", "02773838", "03797390"
@@ -43,7 +43,7 @@ def small_model(**settings: object) -> nn.Module:
 def shape_text(synset: str, num_points: int, seed: int) -> str:
     """Points of a shape whose labels can be read off the first number of the normal."""
     generator = np.random.default_rng(seed)
-    parts = parts_by_category()[list(SYNSETS).index(synset)]
+    parts = np.flatnonzero(np.array(CATEGORY_OF_PART) == list(SYNSETS).index(synset))
     numbers = generator.normal(size=(num_points, 6))
     labels = generator.choice(parts, num_points)
     numbers[:, 3] = labels

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from growprune.masks.partition import Partition
 from growprune.sparse.flops import count_flops
-from growprune.tasks.segmentation import PartSegmentation, points
-from growprune.tasks.segmentation.pointnet2 import PointNet2, Scale, SetAbstraction, group_rows
+from growprune.tasks.segmentation import PartSegmentation
+from growprune.tasks.segmentation import pointnet2 as points
+from growprune.tasks.segmentation.pointnet2 import PointNet2, Scale, SetAbstraction
 
 # Geometry
 
@@ -90,10 +91,12 @@ def test_interpolation_from_one_point_gives_its_features_everywhere() -> None:
 
 
 def test_a_group_has_the_features_of_the_neighbours_then_their_offsets() -> None:
-    xyz = torch.tensor([[[0.0, 0, 0], [1, 2, 3], [4, 4, 4]]])
-    features = torch.tensor([[[10.0], [20], [30]]])
-    out = group_rows(xyz, features, xyz[:, 1:2], torch.tensor([[[1, 2, 0]]]))
-    assert out.tolist() == [[[[20, 0, 0, 0], [30, 3, 2, 1], [10, -1, -2, -3]]]]
+    abstraction = SetAbstraction(1, 1, [Scale(9.0, 3, (4,))]).eval()
+    seen: list[Tensor] = []
+    abstraction.branches[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    abstraction(torch.tensor([[[1.0, 2, 3], [4, 4, 4], [0, 0, 0]]]), torch.tensor([[[20.0], [30], [10]]]))
+    expected = [[[[20, 0, 0, 0], [30, 3, 2, 1], [10, -1, -2, -3]]]]
+    assert seen[0].permute(0, 2, 3, 1).tolist() == expected
 
 
 def test_a_set_abstraction_takes_the_largest_of_each_ball_at_each_scale() -> None:
@@ -105,19 +108,6 @@ def test_a_set_abstraction_takes_the_largest_of_each_ball_at_each_scale() -> Non
     assert centres[0, :, 0].tolist() == [0, 9.5]
     # of the large balls only the first three points are seen
     torch.testing.assert_close(out, torch.tensor([[[2.0, 8], [8, 8]]]), atol=1e-3, rtol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("num_points", [5, 128, 1000, 2048, 3000])
-def test_the_kernel_chooses_the_farthest_points_that_the_loop_does(num_points: int) -> None:
-    pytest.importorskip("triton")
-    from growprune.tasks.segmentation import farthest
-
-    for xyz in (random_clouds(4, num_points), (random_clouds(4, num_points) * 8).round()):
-        num_samples = min(512, num_points)
-        expected = points.farthest_points_by_loop(xyz.cuda(), num_samples)
-        assert torch.equal(farthest.farthest_points(xyz.cuda(), num_samples), expected)
 
 
 # The model

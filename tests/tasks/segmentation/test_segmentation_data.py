@@ -7,7 +7,6 @@ import warnings
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from segmentation_cases import BAG, GOOD, MUG, SUBSET, forget, small, zipped
 
@@ -48,7 +47,7 @@ def test_a_zip_file_that_is_none_or_is_cut_off_is_refused(folder: Path, tmp_path
         ('["shape_data/02691156/sha', "is not JSON (Unterminated string"),
         ('{"a": 1}', "must be a list such as"),
         ("[1, 2]", "must be a list such as"),
-        ("[" * 100_000, "is not JSON (maximum recursion depth"),
+        ("[" * 100_000, "(maximum recursion depth"),
     ],
 )
 def test_a_broken_list_is_refused(folder: Path, text: str, message: str) -> None:
@@ -56,12 +55,6 @@ def test_a_broken_list_is_refused(folder: Path, text: str, message: str) -> None
     (folder / relative).write_text(text)
     assert relative in refusal(folder)
     assert message in refusal(folder)
-
-
-def test_a_category_that_is_not_official_is_refused(folder: Path) -> None:
-    with (folder / shapenet.INDEX).open("a") as file:
-        file.write("\nDragon\t01234567\n")
-    assert f"{shapenet.INDEX} line 5 must name one of 02691156" in refusal(folder)
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
@@ -73,15 +66,15 @@ def test_a_split_without_shapes_is_refused(folder: Path, split: str) -> None:
 BAD_TEXTS = {
     "03797390/shape6.txt does not exist": None,
     "the shape has no points": " \n\n",
-    "line 3 has 6 columns, not the 7 of x y z nx ny nz label": GOOD * 2 + "0 0 0 0 0 36\n" + GOOD,
-    "line 1 has 6 columns": "0 0 0 0 0 36\n" * 3,
-    "line 2 has 'O.5', which is not a number": GOOD + "0 O.5 0 0 0 1 36\n",
-    "line 2 has '#', which is not a number": GOOD + "# 0 0 0 0 1 36\n",
-    "line 2 has '1_0', which is not a number": GOOD + "1_0 0 0 0 0 1 36\n",
+    "the number of columns changed from 7 to 6 at row 3": GOOD * 2 + "0 0 0 0 0 36\n" + GOOD,
+    "its lines have 6 numbers, not the 7 of x y z nx ny nz label": "0 0 0 0 0 36\n" * 3,
+    "could not convert string 'O.5' to float32 at row 1, column 2": GOOD + "0 O.5 0 0 0 1 36\n",
+    "could not convert string '#' to float32 at row 1": GOOD + "# 0 0 0 0 1 36\n",
+    "could not convert string '1_0' to float32 at row 1": GOOD + "1_0 0 0 0 0 1 36\n",
     "point 3 has a non-finite value": GOOD * 2 + "nan 0 0 0 0 1 36\n",
     "labels of category Mug must be 36 to 37, got 38 for point 2": GOOD + "0 0 0 0 0 1 38\n",
     "labels of category Mug must be 36 to 37, got 36.5 for point 1": "0 0 0 0 0 1 36.5\n",
-    "line 1 has ": "\x00\x01ÿ",
+    "could not convert string '\\x00": "\x00\x01ÿ",
 }
 
 
@@ -104,7 +97,7 @@ def test_a_bad_shape_is_named_and_skipped(folder: Path, tmp_path: Path, message:
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        ("shape_data/03001627/chair", "'03001627'"),
+        ("shape_data/01234567/dragon", "'01234567'"),
         ("nonsense", "nonsense"),
         (f"shape_data/{MUG}/../{BAG}/shape11", BAG),
     ],
@@ -159,5 +152,5 @@ def test_the_real_subset_is_read_as_its_description_says() -> None:
     assert {split: len(s) for split, s in shapes.items()} == {"train": 384, "validation": 60, "test": 120}
     assert {int(c) for c in shapes["train"].categories} == {0, 4, 6, 10, 11, 15}
     assert (shapes["train"].counts == 2048).all()
-    rare = [int((np.split(s.labels, s.counts.cumsum()[:-1]) == np.uint8(49)).any(1).sum()) for s in shapes.values()]
+    rare = [sum(bool((part == 49).any()) for part in s.labels.split(s.counts.tolist())) for s in shapes.values()]
     assert rare == [14, 1, 8]

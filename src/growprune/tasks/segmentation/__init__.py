@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from growprune.errors import GrowpruneError
 from growprune.tasks.segmentation import shapenet
 from growprune.tasks.segmentation.pointnet2 import NUM_CENTRES, PointNet2, initialise, scaled
-from growprune.tasks.segmentation.shapenet import Batch, draw, evaluation_set, mixed, shapes_on
-from growprune.tasks.segmentation.shapenet_parts import NUM_CATEGORIES, NUM_PARTS, mean_ious, predict, shape_ious
+from growprune.tasks.segmentation.shapenet import NUM_CATEGORIES, NUM_PARTS, Batch
 from growprune.tasks.task import Split, Task
 
 
@@ -76,32 +75,31 @@ class PartSegmentation(Task):
         return torch.zeros(1, self.num_points, 6 if self.use_normals else 3), torch.zeros(1, dtype=torch.long)
 
     def num_batches(self) -> int:
-        sizes = {split: len(shapenet.shapes_of(self.data, split)) for split in shapenet.SPLITS}
-        return -(-sizes["train"] // self.batch_size)
+        return -(-len(shapenet.load(self.data)["train"]) // self.batch_size)
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
-        shapes = shapes_on(self.data, "train", device)
-        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(shapes.counts)))
+        shapes = shapenet.shapes_on(self.data, "train", device)
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(shapes)))
         for number, indices in list(enumerate(torch.split(order, self.batch_size)))[start:]:
-            generator = torch.Generator(device).manual_seed(mixed(seed, number))
-            points, categories, labels = draw(shapes, indices.to(device), self.num_points, generator)
+            state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]
+            generator = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
+            points, categories, labels = shapes.draw(indices.to(device), self.num_points, generator)
             yield self._augment(self._seen(points), generator), categories, labels
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         points, categories, labels = batch
         logits = model(points, categories).float()
-        return F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten()
-        )  # deterministic on CUDA, unlike the loss of 3-D logits
+        # deterministic on CUDA, unlike the loss of 3-D logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
-        whole = evaluation_set(self.data, split, self.num_points, device)
+        whole = shapenet.evaluation_set(self.data, split, self.num_points, device)
         ious, accuracies = [], []
         for points, categories, labels in zip(*(torch.split(t, self.batch_size) for t in whole), strict=True):
-            predicted = predict(self._logits(model, self._seen(points), categories), categories)
-            ious.append(shape_ious(predicted, labels, categories))
+            predicted = shapenet.predict(self._logits(model, self._seen(points), categories), categories)
+            ious.append(shapenet.shape_ious(predicted, labels, categories))
             accuracies.append((predicted == labels).double().mean(1))
-        instance, by_class = mean_ious(torch.cat(ious), whole[1])
+        instance, by_class = shapenet.mean_ious(torch.cat(ious), whole[1])
         accuracy = float(torch.cat(accuracies).mean())
         return {"instance_miou": 100 * instance, "class_miou": 100 * by_class, "accuracy": 100 * accuracy}
 

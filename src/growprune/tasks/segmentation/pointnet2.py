@@ -3,6 +3,10 @@
 Features are rows, (B, points, channels). A gathered group is an image in channels-last order, groups x neighbours, so
 that the shared layers, which are 1x1 convolutions, need no copy of it. Unlike in the port, convolutions before a norm
 have no bias, because the norm would remove it.
+
+Distances are sums of squared differences, not matrix products: they are exact near zero, stay float32 under autocast,
+and do not count as FLOPs of the model. Of the geometry, only `rows` has a gradient: its backward pass, that of
+F.embedding, is deterministic on CUDA too.
 """
 
 from __future__ import annotations
@@ -12,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from growprune.tasks.segmentation.points import ball_query, farthest_points, interpolate, rows, squared_distances
+from torch.nn import functional as F
 
 
 class Scale(NamedTuple):
@@ -69,14 +72,12 @@ class PointNet2(nn.Module):
         xyz3, features3 = self.sa3(xyz2, features2)
         features2 = self.fp3(xyz2, xyz3, features2, features3)
         features1 = self.fp2(xyz1, xyz2, features1, features2)
-        skip = torch.cat([self._one_hot(categories, points), xyz, points], 2)
+        known = torch.arange(self.num_categories, device=categories.device)
+        one_hot = (categories[:, None, None] == known).to(points.dtype).expand(-1, points.shape[1], -1)
+        skip = torch.cat([one_hot, xyz, points], 2)
         features = self.fp1(xyz, xyz1, skip.to(features1.dtype), features1)
         hidden = torch.relu(self.bn1(self.conv1(features.transpose(1, 2))))
         return self.conv2(self.drop1(hidden)).transpose(1, 2)  # type: ignore[no-any-return]  # (B, N, num_parts)
-
-    def _one_hot(self, categories: Tensor, points: Tensor) -> Tensor:
-        known = torch.arange(self.num_categories, device=categories.device)
-        return (categories[:, None, None] == known).to(points.dtype).expand(-1, points.shape[1], -1)
 
 
 class SetAbstraction(nn.Module):
@@ -96,8 +97,9 @@ class SetAbstraction(nn.Module):
             groups = [ball_query(distances, radius, num_neighbours) for radius, num_neighbours in self.scales]
         pooled = []
         for group, branch in zip(groups, self.branches, strict=True):
-            image = group_rows(xyz, features, centres, group).permute(0, 3, 1, 2)  # (B, C, S, K)
-            pooled.append(branch(image).max(3).values)
+            offsets = rows(xyz, group) - centres.unsqueeze(2)
+            image = torch.cat([rows(features, group), offsets.to(features.dtype)], 3)  # (B, S, K, C + 3)
+            pooled.append(branch(image.permute(0, 3, 1, 2)).max(3).values)
         return centres, torch.cat(pooled, 1).transpose(1, 2)  # (B, S, C')
 
 
@@ -128,12 +130,6 @@ class FeaturePropagation(nn.Module):
         return self.layers(both.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]  # (B, N, C')
 
 
-def group_rows(xyz: Tensor, features: Tensor, centres: Tensor, group: Tensor) -> Tensor:
-    """Gather the features of each neighbour and its position relative to the centre."""
-    offsets = rows(xyz, group) - centres.unsqueeze(2)
-    return torch.cat([rows(features, group), offsets.to(features.dtype)], 3)  # (B, S, K, C + 3)
-
-
 def shared_layers(inputs: int, widths: Sequence[int], *, dims: int) -> nn.Sequential:
     """Layers that apply the same weights to every point: 1x1 convolutions over one or two axes of points."""
     convolution, norm = (nn.Conv1d, nn.BatchNorm1d) if dims == 1 else (nn.Conv2d, nn.BatchNorm2d)
@@ -153,3 +149,81 @@ def initialise(module: nn.Module) -> None:
         nn.init.xavier_normal_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def rows(table: Tensor, index: Tensor) -> Tensor:
+    """Gather rows of each cloud, by an index of any shape.
+
+    >>> rows(torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[1], [0]])).flatten().tolist()
+    [2.0, 3.0]
+    """
+    num_clouds, num_rows, width = table.shape
+    first = torch.arange(num_clouds, device=table.device) * num_rows
+    flat = index + first.view(-1, *[1] * (index.dim() - 1))
+    return F.embedding(flat, table.reshape(num_clouds * num_rows, width))  # (B, ..., C)
+
+
+def squared_distances(xyz: Tensor, others: Tensor) -> Tensor:
+    """Return squared distances from every point of a cloud (B, S, 3) to every point of another (B, N, 3)."""
+    squares = [(xyz[:, :, None, axis] - others[:, None, :, axis]).square_() for axis in range(3)]
+    return squares[0].add_(squares[1]).add_(squares[2])  # (B, S, N)
+
+
+def farthest_points(xyz: Tensor, num_samples: int) -> Tensor:
+    """Choose point 0, and then repeatedly the point that is farthest from all chosen points; the first, if several are.
+
+    Other implementations start at a random point. Here the points are in random order, so the first is random too.
+
+    >>> farthest_points(torch.tensor([[[0.0, 0, 0], [1, 0, 0], [5, 0, 0], [3, 0, 0]]]), 3)
+    tensor([[0, 2, 3]])
+    """
+    if xyz.is_meta:  # skip hundreds of steps
+        return xyz.new_empty(len(xyz), num_samples, dtype=torch.long)
+    axes = xyz.permute(2, 0, 1).contiguous()  # (3, B, N)
+    nearest = torch.full_like(axes[0], torch.inf)
+    chosen = torch.zeros(len(xyz), num_samples, dtype=torch.long, device=xyz.device)
+    for step in range(num_samples - 1):
+        last = chosen[:, step].view(1, -1, 1).expand(3, -1, 1)
+        x, y, z = (axes - axes.gather(2, last)).square_()
+        nearest = torch.minimum(nearest, x + y + z)
+        torch.argmax(nearest, dim=1, out=chosen[:, step + 1])
+    return chosen  # (B, num_samples)
+
+
+def ball_query(distances: Tensor, radius: float, num_neighbours: int) -> Tensor:
+    """Return the first points, by index, within a radius of each centre. If there are too few, the first one repeats.
+
+    Args:
+        distances: squared, (B, S, N), from centres that are among the points, so that no ball is empty.
+
+    >>> ball_query(torch.tensor([[[4.0, 0.0, 0.01, 0.02]]]), 1.0, 4)
+    tensor([[[1, 2, 3, 1]]])
+    """
+    num_clouds, num_centres, num_points = distances.shape
+    # the count of points inside rises along the index: the k-th neighbour is where it reaches k
+    inside = (distances <= radius**2).cumsum(-1, dtype=torch.int32)
+    wanted = torch.arange(1, num_neighbours + 1, dtype=torch.int32, device=distances.device)
+    index = torch.searchsorted(inside, wanted.expand(num_clouds, num_centres, -1).contiguous())
+    return torch.where(index < num_points, index, index[..., :1])  # (B, S, num_neighbours)
+
+
+def three_nearest(xyz: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the three nearest known points of each point, and weights in proportion to 1 / squared distance.
+
+    >>> index, weights = three_nearest(torch.tensor([[[0.0, 0, 0]]]), torch.tensor([[[1.0, 0, 0], [0, 2.0, 0]]]))
+    >>> index.tolist(), [round(w, 3) for w in weights.flatten().tolist()]
+    ([[[0, 1]]], [0.8, 0.2])
+    """
+    distances, index = squared_distances(xyz, known).topk(min(3, known.shape[1]), largest=False)
+    closeness = 1 / (distances + 1e-8)
+    return index, closeness / closeness.sum(-1, keepdim=True)  # (B, N, 3) both
+
+
+def interpolate(xyz: Tensor, known: Tensor, features: Tensor) -> Tensor:
+    """Interpolate features at points from the features of known points."""
+    if known.shape[1] == 1:
+        return features.expand(-1, xyz.shape[1], -1)
+    with torch.no_grad():
+        index, weights = three_nearest(xyz, known)
+    weighted = rows(features, index) * weights.to(features.dtype).unsqueeze(-1)
+    return weighted.sum(2).to(features.dtype)  # (B, N, C); under autocast, sums are float32
