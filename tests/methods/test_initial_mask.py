@@ -31,7 +31,7 @@ def parts() -> gp.Partition:
 
 
 def first_edit(plan: Any) -> Edit:
-    return next(walk(plan)).phase.edits[0]
+    return walk(plan)[0].phase.edits[0]
 
 
 def four_layers() -> nn.Sequential:
@@ -51,7 +51,7 @@ def test_just_the_methods_that_begin_with_a_random_mask_take_one() -> None:
 
 
 def first_edits(name: str) -> tuple[Edit, ...]:
-    return next(walk(plan_of(name, parts()))).phase.edits
+    return walk(plan_of(name, parts()))[0].phase.edits
 
 
 @every_one

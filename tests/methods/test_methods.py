@@ -395,7 +395,7 @@ def follow(case: Contract, start: tuple[int, bytes] | None = None) -> tuple[list
         case.model.load_state_dict(of_model)
         case.sparse.load_state_dict(of_sparse)
         cursor.load_state_dict(of_cursor)
-    for edit in next(walk(case.plan)).phase.edits if start is None else ():
+    for edit in walk(case.plan)[0].phase.edits if start is None else ():
         if edit.by.needs_gradients:
             case.score(edit.by)
     done = iteration

@@ -127,7 +127,7 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
     if not recipe.weights:
         return resolved.make_sparse(model.to(device)), plan, False
     sparse = resolved.make_sparse(model)  # before it goes to its device
-    first = next(walk(plan), None)
+    first = next(iter(walk(plan)), None)
     is_as_is = first is not None and any(edit.by is By.AS_IS for edit in first.phase.edits)
     load_weights(sparse, recipe.weights, with_masks=is_as_is)
     sparse.model.to(device)

@@ -334,6 +334,8 @@ def frozen_layers(model: Any, *, include: Iterable[str] = (), layers: Layers | N
 
 def _included(model: Any, include: Sequence[str], known: set[str]) -> list[Weight]:
     """What is named in `include`, has two dimensions or more, and is not known as a weight already."""
+    if not include:
+        return []
     adapters = adapter_parameters(model)
     parameters = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in adapters}
     first, shapes = first_names(model), dict[str, tuple[int, ...]]()

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 from growprune.errors import GrowpruneError
-from growprune.masks.layers import few, first_names, layer_weights, matches, prunable_weights
+from growprune.masks.layers import Layers, few, first_names, layer_weights, matches, prunable_weights
 from growprune.plan import Part
 from growprune.plan.settings import as_names, check_counts
 
@@ -57,10 +57,12 @@ class Partition:
         """The largest part's share of the prunable weights. Parts of unknown size count as equal."""
         return max(self.sizes) / max(1, sum(self.sizes)) if self.sizes else 1 / max(1, len(self.parts))
 
-    def counted(self, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> Partition:
+    def counted(
+        self, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
+    ) -> Partition:
         """Return the same parts with the sizes that they have for this model, `keep_dense` and `include`."""
-        layers = _layers(model, keep_dense, include)
-        return replace(self, sizes=self._numbered([part.tensors for part in self.parts], layers).sizes)
+        sizes = _layers(model, keep_dense, include, layers)
+        return replace(self, sizes=self._numbered([part.tensors for part in self.parts], sizes).sizes)
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class Partition:
         *,
         keep_dense: Iterable[str] = (),
         include: Iterable[str] = (),
+        layers: Layers | None = None,
     ) -> Partition:
         """Build a partition by hand from the names of each part's modules or tensors.
 
@@ -92,7 +95,7 @@ class Partition:
         for i, part in enumerate(tensors):
             if not part:
                 raise GrowpruneError(f"part {i} has no parameters or buffers: remove it, or add names to it")
-        return cls._numbered(tensors, _layers(model, keep_dense, include))
+        return cls._numbered(tensors, _layers(model, keep_dense, include, layers))
 
     @classmethod
     def contiguous(
@@ -103,6 +106,7 @@ class Partition:
         weigh: Mapping[str, float] | None = None,
         keep_dense: Iterable[str] = (),
         include: Iterable[str] = (),
+        layers: Layers | None = None,
     ) -> Partition:
         """Divide a model into kappa parts of neighboring layers of similar size, without splitting blocks.
 
@@ -116,43 +120,52 @@ class Partition:
             keep_dense, include: the same values as for the SparseModel. Layers that stay dense do not form parts.
                 Included parameters count as layers, under the name of their module, or under their own name if the
                 module has other layers too.
+            layers: what `layer_weights` returns, if it is known.
         """
-        layers = _layers(model, keep_dense, include)
-        _check_kappa(kappa, len(layers))
-        units = _blocks(model, "", layers, is_root=True)
+        sizes = _layers(model, keep_dense, include, layers)
+        _check_kappa(kappa, len(sizes))
+        units = _blocks(model, "", sizes, is_root=True)
         if kappa > len(units):
-            units = list(layers)
+            units = list(sizes)
         costs = dict.fromkeys(units, 0.0)
-        for path in layers:
+        for path in sizes:
             unit = _innermost(path, costs)
             assert unit is not None, f"layer {path} lies in no unit"
-            costs[unit] += (weigh or layers).get(path, 0)
+            costs[unit] += (weigh or sizes).get(path, 0)
         owner = dict(zip(units, _cut(list(costs.values()), kappa), strict=True))
-        return cls._numbered(_gather(model, owner, kappa), layers)
+        return cls._numbered(_gather(model, owner, kappa), sizes)
 
     @classmethod
     def balanced(
-        cls, model: Any, kappa: int, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()
+        cls,
+        model: Any,
+        kappa: int,
+        *,
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
+        layers: Layers | None = None,
     ) -> Partition:
         """Divide a model into kappa parts with about the same number of weights, from layers all over the model.
 
         Each layer, largest first, goes to the part with the fewest weights so far. A grown part then has weights
         everywhere in the model, and takes the memory of about 1 / kappa of the model.
         """
-        layers = _layers(model, keep_dense, include)
-        _check_kappa(kappa, len(layers))
+        sizes = _layers(model, keep_dense, include, layers)
+        _check_kappa(kappa, len(sizes))
         owner, loads = {}, [0] * kappa
-        for path in sorted(layers, key=lambda path: -layers[path]):
+        for path in sorted(sizes, key=lambda path: -sizes[path]):
             owner[path] = loads.index(min(loads))
-            loads[owner[path]] += layers[path]
-        return cls._numbered(_gather(model, owner, kappa), layers)
+            loads[owner[path]] += sizes[path]
+        return cls._numbered(_gather(model, owner, kappa), sizes)
 
     @classmethod
-    def per_layer(cls, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> Partition:
+    def per_layer(
+        cls, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
+    ) -> Partition:
         """Make every layer its own part, the finest partition."""
         keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
-        kappa = max(1, len(_layers(model, keep_dense, include)))
-        return cls.contiguous(model, kappa, keep_dense=keep_dense, include=include)
+        kappa = max(1, len(_layers(model, keep_dense, include, layers)))
+        return cls.contiguous(model, kappa, keep_dense=keep_dense, include=include, layers=layers)
 
     @classmethod
     def _numbered(cls, tensors: Sequence[Sequence[str]], layers: Mapping[str, int]) -> Partition:
@@ -206,10 +219,12 @@ def _tensor_names(model: Any) -> list[str]:
     return [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
 
 
-def _layers(model: Any, keep_dense: Iterable[str], include: Iterable[str]) -> dict[str, int]:
+def _layers(
+    model: Any, keep_dense: Iterable[str], include: Iterable[str], known: Layers | None = None
+) -> dict[str, int]:
     """The number of weights of each layer that has some to grow, in the order of registration."""
     keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
-    known = layer_weights(model)
+    known = layer_weights(model) if known is None else known
     weights = [w for ws in known.values() for w in ws]
     if keep_dense or include:
         weights = list(prunable_weights(model, keep_dense=keep_dense, include=include, layers=known))
@@ -319,7 +334,9 @@ PARTS = 4
 
 
 @dataclass(frozen=True)
-class _InParts:
+class Contiguous:
+    """Choose kappa parts of neighboring layers of similar size, without splitting residual or attention blocks."""
+
     kappa: int = PARTS
 
     def __post_init__(self) -> None:
@@ -332,22 +349,21 @@ class _InParts:
     def num_parts(self) -> int | None:
         return self.kappa
 
-    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
-        cut = Partition.contiguous if isinstance(self, Contiguous) else Partition.balanced
-        return cut(model, self.kappa, keep_dense=keep_dense, include=include)
+    def cut(self, model: Any, **names: Any) -> Partition:
+        """Divide a model into the parts; `names` are keep_dense, include and layers."""
+        return Partition.contiguous(model, self.kappa, **names)
 
 
-class Contiguous(_InParts):
-    """The value that `contiguous` returns."""
+class Balanced(Contiguous):
+    """Choose kappa parts with about the same number of weights, from layers all over the model."""
 
-
-class Balanced(_InParts):
-    """The value that `balanced` returns."""
+    def cut(self, model: Any, **names: Any) -> Partition:
+        return Partition.balanced(model, self.kappa, **names)
 
 
 @dataclass(frozen=True)
 class Named:
-    """The value that `named` returns."""
+    """Choose the parts by hand, as lists of module names."""
 
     parts: tuple[tuple[str, ...], ...]
 
@@ -358,13 +374,13 @@ class Named:
     def num_parts(self) -> int | None:
         return len(self.parts)
 
-    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
-        return Partition.of(model, self.parts, keep_dense=keep_dense, include=include)
+    def cut(self, model: Any, **names: Any) -> Partition:
+        return Partition.of(model, self.parts, **names)
 
 
 @dataclass(frozen=True)
 class PerLayer:
-    """The value that `per_layer` returns."""
+    """Make every layer its own part, for methods that draw sets of layers."""
 
     num_parts = None
     """Unknown without a model: the number of its layers."""
@@ -372,21 +388,8 @@ class PerLayer:
     def __str__(self) -> str:
         return "per_layer()"
 
-    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
-        return Partition.per_layer(model, keep_dense=keep_dense, include=include)
-
-
-PartitionConfig: TypeAlias = Contiguous | Balanced | Named | PerLayer
-
-
-def contiguous(kappa: int) -> Contiguous:
-    """Choose kappa parts of neighboring layers of similar size, without splitting residual or attention blocks."""
-    return Contiguous(kappa)
-
-
-def balanced(kappa: int) -> Balanced:
-    """Choose kappa parts with about the same number of weights, from layers all over the model."""
-    return Balanced(kappa)
+    def cut(self, model: Any, **names: Any) -> Partition:
+        return Partition.per_layer(model, **names)
 
 
 def named(parts: Sequence[Sequence[str]]) -> Named:
@@ -394,13 +397,13 @@ def named(parts: Sequence[Sequence[str]]) -> Named:
     return Named(tuple(tuple(names) for names in parts))
 
 
-def per_layer() -> PerLayer:
-    """Make every layer its own part, for methods that draw sets of layers."""
-    return PerLayer()
-
-
+contiguous, balanced, per_layer = Contiguous, Balanced, PerLayer
+PartitionConfig: TypeAlias = Contiguous | Named | PerLayer
 KINDS: dict[str, Callable[..., PartitionConfig]] = {
-    kind.__name__: kind for kind in (contiguous, balanced, per_layer, named)
+    "contiguous": contiguous,
+    "balanced": balanced,
+    "per_layer": per_layer,
+    "named": named,
 }
 
 

@@ -221,13 +221,12 @@ def chunk_elements(device: torch.device) -> int:
     return CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
-def row_chunks(pattern: Pattern, tensor: Tensor, weight: Weight) -> Iterator[Tensor]:
-    """Yield views of a few rows at a time, in order, without splitting groups."""
+def row_chunks(pattern: Pattern, tensor: Tensor, weight: Weight) -> tuple[Tensor, ...]:
+    """Return views of a few rows each, in order, without splitting groups."""
     view = pattern.rows_first(tensor, weight)
     columns = max(1, view[:1].numel())
     step = max(1, chunk_elements(tensor.device) // columns // pattern.height) * pattern.height
-    for start in range(0, view.shape[0], step):
-        yield view[start : start + step]
+    return view.split(step) if len(view) else ()  # type: ignore[no-untyped-call]
 
 
 def write_groups(pattern: Pattern, mask: Tensor, weight: Weight, chosen: Iterator[Tensor]) -> None:
@@ -245,8 +244,7 @@ def walk_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> Iterator[Tens
 
 def count_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> Tensor:
     """Count the live groups, as a tensor on the device of the mask, without waiting for the device."""
-    none = torch.zeros((), dtype=torch.int64, device=mask.device)
-    return sum((torch.count_nonzero(groups) for groups in walk_groups(pattern, mask, weight)), none)
+    return torch.count_nonzero(pattern.alive(pattern.fold(pattern.rows_first(mask, weight))))
 
 
 def in_one_go(counts: Sequence[Tensor]) -> list[int]:

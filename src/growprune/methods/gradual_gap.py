@@ -72,6 +72,7 @@ def gradual_gap(
 
     Example: gradual_gap(S, sparsity=0.8, iterations=8, every=2)
     """
+    check_counts(0, iterations=iterations)
     steps = min(60, max(20, iterations // 50))  # in fewer than 50 iterations, weights that grow learn little
     every = step_length(iterations=iterations, every=every, steps=steps)
     check_counts(1, power=power)

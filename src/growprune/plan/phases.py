@@ -46,8 +46,7 @@ class Phase:
     def __init__(
         self, *edits: Edit, epochs: int = 0, iterations: int = 0, restart: bool = False, rule: Rule | None = None
     ) -> None:
-        check_counts(0, epochs=epochs, iterations=iterations)
-        epochs, iterations = plain(epochs), plain(iterations)
+        epochs, iterations = check_counts(0, epochs=epochs, iterations=iterations)
         if epochs and iterations:
             raise GrowpruneError(f"a phase takes epochs or iterations, got epochs={epochs} and iterations={iterations}")
         for before, edit in zip((None, *edits), edits, strict=False):
@@ -113,6 +112,8 @@ class Plan:
     options: dict[str, Any]
 
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+    schedule: tuple[ScheduledPhase, ...] = field(init=False, repr=False, compare=False)
+    """Every phase, in the order in which one machine trains them."""
 
     def __post_init__(self) -> None:
         # all stages at once: a wrong option should fail where the plan is written, not where it is run
@@ -130,6 +131,7 @@ class Plan:
                 f"the plan of {name} has more than {MAX_STAGES:,} phases: raise `every`, lower `steps`, or yield fewer"
             )
         object.__setattr__(self, "stages", listed)
+        object.__setattr__(self, "schedule", tuple(_scheduled(listed)))
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
@@ -266,21 +268,25 @@ class ScheduledPhase:
         return f"phase {self.index} (stage {self.stage}{branch}: {self.phase})"
 
 
-def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
-    """Yield every phase of a plan in the order in which one machine trains them."""
+def walk(plan: Plan | Iterable[Stage]) -> tuple[ScheduledPhase, ...]:
+    """Return every phase of a plan, in the order in which one machine trains them."""
+    if isinstance(plan, Plan):
+        return plan.schedule
     if isinstance(plan, str) or not isinstance(plan, Iterable):
         example = "methods.gmp(parts, sparsity=0.9, iterations=1000)"
         raise GrowpruneError(f"plan must be a plan or a list of phases, such as {example}, got {plan!r}")
-    index = 0
-    for number, stage in enumerate(plan):
+    return tuple(_scheduled(plan))
+
+
+def _scheduled(stages: Iterable[Stage]) -> Iterator[ScheduledPhase]:
+    numbers = itertools.count()
+    for stage_number, stage in enumerate(stages):
         if isinstance(stage, Phase):
-            yield ScheduledPhase(index, number, None, stage)
-            index += 1
+            yield ScheduledPhase(next(numbers), stage_number, None, stage)
             continue
         for b, branch in enumerate(stage.branches):
             last = b == len(stage.branches) - 1
-            yield ScheduledPhase(index, number, b, branch.phase, branch.returns, last)
-            index += 1
+            yield ScheduledPhase(next(numbers), stage_number, b, branch.phase, branch.returns, last)
 
 
 def next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> list[Edit]:

@@ -95,11 +95,13 @@ def check_span(*, begin: float, until: float) -> None:
         raise GrowpruneError(f"begin must be <= until, got begin={begin!r} and until={until!r}")
 
 
-def check_counts(least: int, **counts: int) -> None:
-    for name, count in counts.items():
-        whole = plain(count)
+def check_counts(least: int, **counts: int) -> list[int]:
+    """Return counts as Python ints. Raise unless they are integers >= least."""
+    found = [count if type(count) is int else plain(count) for count in counts.values()]
+    for name, whole in zip(counts, found, strict=True):
         if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
-            raise GrowpruneError(f"{name} must be an integer >= {least}, got {count!r}")
+            raise GrowpruneError(f"{name} must be an integer >= {least}, got {counts[name]!r}")
+    return found
 
 
 def check_state(state: Mapping[str, Any], *names: str) -> None:

@@ -129,11 +129,11 @@ class Settings:
                 hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(taken) or 'none'}"
                 raise GrowpruneError(f"{self.name} takes no option {name!r}: {hint}")
 
-    @property
+    @functools.cached_property
     def make_plan(self) -> Callable[..., Plan]:
         return self.method if callable(self.method) else find_method(self.method)
 
-    @property
+    @functools.cached_property
     def declaration(self) -> Declaration:
         """What the method declares."""
         return declaration_of(self.make_plan)
@@ -174,22 +174,26 @@ class Settings:
 
     def kept_dense(
         self, model: nn.Module, example: Any = None, *, layers: Layers | None = None
-    ) -> tuple[tuple[str, ...], str]:
-        """Return the names or globs that are never pruned, frozen layers too, and how output layers were found."""
+    ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+        """Return the names or globs that are never pruned, the frozen layers among them, and how others were found."""
         named, how = tuple(self.keep_dense), "keep_dense"
         if self.keep_dense == "auto":
             named, how = output_layers(model, example, layers=layers)
-        return tuple(dict.fromkeys((*named, *frozen_layers(model, include=self.include, layers=layers)))), how
+        frozen = frozen_layers(model, include=self.include, layers=layers)
+        return tuple(dict.fromkeys((*named, *frozen))), frozen, how
 
-    def cut(self, model: nn.Module, keep_dense: Sequence[str], num_layers: int | None = None) -> Partition:
+    def cut(
+        self, model: nn.Module, keep_dense: Sequence[str], num_layers: int | None = None, layers: Layers | None = None
+    ) -> Partition:
         """Divide a model into the parts that grow in turn.
 
         Args:
             keep_dense: as `kept_dense` returns it.
             num_layers: how many layers may be pruned, if known.
+            layers: what `layer_weights` returns, if it is known.
         """
         parts = self.parts
-        names: dict[str, Any] = {"keep_dense": keep_dense, "include": self.include}
+        names: dict[str, Any] = {"keep_dense": keep_dense, "include": self.include, "layers": layers}
         if isinstance(parts, Partition):
             return parts.counted(model, **names)
         if parts is None or isinstance(parts, int | str):
@@ -301,12 +305,13 @@ class Settings:
             example = said.calibration[0]
         layers = layer_weights(model)
         if sparse is None:
-            keep_dense, how_kept = said.kept_dense(model, example, layers=layers)
+            keep_dense, frozen, how_kept = said.kept_dense(model, example, layers=layers)
         else:
             keep_dense, how_kept = sparse.keep_dense, "keep_dense of the SparseModel"
+            frozen = frozen_layers(model, include=said.include, layers=layers)
         weights = prunable_weights(model, keep_dense=keep_dense, include=said.include, layers=layers)
         _check_trained(model, weights, optimizers)
-        parts = said.cut(model, keep_dense, _num_layers(weights))
+        parts = said.cut(model, keep_dense, _num_layers(weights), layers=layers)
 
         # the first mask
         is_by_data = first is None and sparse is None and said.initial_mask in BY_DATA
@@ -373,6 +378,7 @@ class Settings:
             iterations_per_epoch=unit,
             weights=weights,
             keep_dense=keep_dense,
+            frozen=frozen,
             how_kept=how_kept,
             layers=layers,
             allocation=allocation,
@@ -436,8 +442,10 @@ class Resolved:
     weights: tuple[Weight, ...]
     """The weights that are pruned."""
     keep_dense: tuple[str, ...]
+    frozen: tuple[str, ...]
+    """Weights that are frozen, and so stay as they are."""
     how_kept: str
-    """How the layers that stay dense were found."""
+    """How the other layers that stay dense were found."""
     layers: Layers
     """All layers of the model."""
     allocation: str
@@ -448,7 +456,7 @@ class Resolved:
     rescale: bool
     first: FirstMask
 
-    @property
+    @functools.cached_property
     def num_iterations(self) -> int:
         """The optimizer steps of the plan."""
         return plan_length(self.plan, self.iterations_per_epoch or 0)
@@ -536,7 +544,7 @@ dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and 
     said, parameters = resolved.settings, dict(model.named_parameters())
     pruned = {weight.parameter for weight in resolved.weights}
     weights = sum(weight.numel for weight in resolved.weights)
-    frozen = frozen_layers(model, include=said.include, layers=resolved.layers)
+    frozen = resolved.frozen
     layers = {w.parameter: path for path, several in resolved.layers.items() for w in several}
     kept = dict.fromkeys(path for name, path in layers.items() if name not in pruned and name not in frozen)
     dense = [f"{few(kept)} ({resolved.how_kept})"] if kept else []

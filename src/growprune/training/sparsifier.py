@@ -177,7 +177,7 @@ class Sparsifier:
             iterations_per_epoch=iterations_per_epoch,
             remedy=remedy,
         )
-        if score is None and next(walk(resolved.plan)).phase.needs_gradients:
+        if score is None and walk(resolved.plan)[0].phase.needs_gradients:
             raise GrowpruneError(
                 f"{settings.name} chooses its first mask by gradients: pass losses, a list of functions that each "
                 f"compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
