@@ -84,6 +84,10 @@ def test_the_exponent_rises_over_a_share_of_the_plan_and_resumes(storage: str) -
     assert moves(model, optimizer, 8) == pytest.approx(expected[2:], rel=1e-5)
     again, its_optimizer, resumed = begun(lr_ramp=0.4)
     resumed.load_state_dict(state)
+    cursor = gp.Cursor(resumed.sparse, resumed.plan)  # which has not begun when it is loaded, as those of trainers
+    cursor.load_state_dict(state["cursor"])
+    assert cursor.progress == 0.2
+    cursor.attach(its_optimizer)
     assert moves(again, its_optimizer, 8) == pytest.approx(expected[2:], rel=1e-5)
     assert moves(*begun(lr_ramp=0.0)[:2], 10) == pytest.approx([0.04] * 10, rel=1e-5)
     with pytest.raises(GrowpruneError, match=r"lr_ramp=0\.4"):

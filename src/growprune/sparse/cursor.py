@@ -308,6 +308,8 @@ class Cursor:
                 f"the state belongs to phase {state['position']} of another plan: create the Cursor with that plan, or "
                 f"start this one without loading the state"
             )
+        if state["is_counting"]:
+            self._begin_counting()
         self.position, self._trail, self.is_over = state["position"], state["trail"], state["is_over"]
         self.iteration, self.start, self._is_counting = state["iteration"], state["start"], state["is_counting"]
         self.num_steps_after = state["num_steps_after"]
