@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from growprune.engine import resume, train
     from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
     from growprune.errors import GrowpruneError
+    from growprune.files.onnx_export import export_onnx
     from growprune.files.pretrained import from_pretrained, save_pretrained
     from growprune.files.sharded_checkpoints import (
         load_sharded_checkpoint,
@@ -42,6 +43,7 @@ _HOMES = {
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.recipe": ("LRSchedule", "OptimizerConfig", "Recipe"),
+    "growprune.files.onnx_export": ("export_onnx",),
     "growprune.files.sparse_file": ("load", "manifest", "read", "save"),
     "growprune.sparse.flops": ("count_flops",),
     "growprune.sparse.init": ("sparse_init",),
@@ -82,6 +84,7 @@ __all__ = [
     "contiguous",
     "count_flops",
     "deploy",
+    "export_onnx",
     "from_pretrained",
     "grow",
     "load",

@@ -399,18 +399,21 @@ def test_the_shape_of_an_example_can_be_given_for_a_graph(
 ) -> None:
     shapes = []
 
-    def write(sparse: gp.SparseModel, path: Path, example: torch.Tensor) -> None:
-        shapes.append(sparse.model(example).shape)
+    def write(filled: gp.SparseModel, path: Path, example: torch.Tensor, *, sparse: bool) -> None:
+        assert not sparse
+        shapes.append(filled.model(example).shape)
         path.touch()
 
-    monkeypatch.setattr("growprune.files.convert.to_onnx", write)
+    monkeypatch.setattr("growprune.files.convert.export_onnx", write)
     build, graph = ["--model", f"{model}:build"], tmp_path / "a.onnx"
     line = refused(pruned, graph, *build)
-    assert line.endswith("pass --model and --example-shape, or a --model that returns the model and an example")
+    assert "pass --model and --example-shape" in line
     growprune(pruned, graph, *build, "--example-shape", "2x8")
     growprune(pruned, graph, "--force", "--model", f"{model}:with_example", "--example-shape", "3,8")
     assert shapes == [(2, 4), (3, 4)]
-    assert "--example-shape must be integers >= 1 such as 1,3,224,224, got 'many'" in refused(
-        pruned, graph, "--force", *build, "--example-shape", "many"
+    assert (
+        "--example-shape must be integers >= 1 such as 1,3,224,224, or 1,128:int for integer inputs, got 'many'"
+        in refused(pruned, graph, "--force", *build, "--example-shape", "many")
     )
+    assert "--sparse" in refused(pruned, tmp_path / "c.safetensors", "--sparse")
     assert "--example-shape needs --model" in refused(pruned, tmp_path / "b.safetensors", "--example-shape", "2,8")

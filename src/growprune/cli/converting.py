@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from growprune.cli.app import AsJson, one_line_errors
-from growprune.cli.deploying import ExampleShape, ModelSource, build_model, example_of, parse_shape
+from growprune.cli.deploying import ExampleShape, ModelSource, build_model, example_of
 from growprune.cli.screen import err, new_table, out, print_json, size
 from growprune.errors import GrowpruneError
 
@@ -32,6 +32,9 @@ def convert(
     values: Annotated[
         str, typer.Option(help="int8: store the weights of a sparse file in 8 bits. Default: as they are.")
     ] = "",
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="ONNX: store only the non-zero weights. Any runtime reads the file.")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite DEST. If it is a link, overwrite its target.")
     ] = False,
@@ -43,12 +46,11 @@ def convert(
     """
     from growprune.files.convert import convert
 
-    if example_shape and not model:
+    if example_shape and not model and not (source / "config.json").is_file():
         raise GrowpruneError(f"--example-shape needs --model, got only --example-shape {example_shape}: add --model")
     built, example = build_model(model) if model else (None, None)
-    if (shape := parse_shape(example_shape)) is not None:
-        example = example_of(shape)
-    options: Any = {"to": to or None, "values": values or None}
+    example = example_of(example_shape) if example_shape else example
+    options: Any = {"to": to or None, "values": values or None, "sparse": sparse}
     done = convert(source, dest, model=built, example=example, force=force, **options)
     print_json(_content(done)) if as_json else _show(done)
 

@@ -22,7 +22,7 @@ ModelSource = Annotated[
 ExampleShape = Annotated[
     str,
     typer.Option(
-        "--example-shape", metavar="N,N,...", help="Shape of an input, such as 1,3,224,224. A run knows its own."
+        "--example-shape", metavar="N,N,...", help="Shape of an input: 1,3,224,224, or 1,128:int. A run knows its own."
     ),
 ]
 ByLayer = Annotated[
@@ -97,17 +97,17 @@ def build(origin: dict[str, Any]) -> tuple[nn.Module, Any]:
     from growprune.engine.override import override
     from growprune.recipes import find
 
-    shape = parse_shape(origin["example_shape"])
+    shape = origin["example_shape"]
     if "run" in origin:
         task = override(find(origin["run"]["source"]), origin["run"].get("settings") or {}).task
-        model, example = task.build_model(), task.example() if shape is None else None
+        model, example = task.build_model(), None if shape else task.example()
     else:
         model, example = build_model(origin["model"])
-    if shape is None and example is None:
+    if not shape and example is None:
         raise GrowpruneError(
             "no example input: pass --example-shape, or a --model that returns the model and an example"
         )
-    return model.eval(), example if shape is None else example_of(shape)
+    return model.eval(), example_of(shape) if shape else example
 
 
 def build_model(text: str) -> tuple[nn.Module, Any]:
@@ -135,18 +135,17 @@ def build_model(text: str) -> tuple[nn.Module, Any]:
     return model, example
 
 
-def example_of(shape: tuple[int, ...]) -> Tensor:
-    """A random input, the same in every process, so that outputs can be compared."""
+def example_of(text: str) -> Tensor:
+    """Make an input of a shape such as 1,3,224,224, or 1,128:int for integers; the same numbers in every process."""
     import torch
 
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-def parse_shape(text: str) -> tuple[int, ...] | None:
-    """Parse a shape such as 1,3,224,224."""
-    if not text:
-        return None
-    sizes = text.replace("x", ",").split(",")
-    if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
-        raise GrowpruneError(f"--example-shape must be integers >= 1 such as 1,3,224,224, got {text!r}")
-    return tuple(map(int, sizes))
+    sizes, colon, kind = text.replace("x", ",").partition(":")
+    shape = [size.strip() for size in sizes.split(",")]
+    if not all(size.isdigit() and int(size) > 0 for size in shape) or (colon and kind != "int"):
+        raise GrowpruneError(
+            f"--example-shape must be integers >= 1 such as 1,3,224,224, or 1,128:int for integer inputs, got {text!r}"
+        )
+    generator = torch.Generator().manual_seed(0)
+    if kind == "int":
+        return torch.randint(0, 2, [*map(int, shape)], generator=generator)
+    return torch.randn([*map(int, shape)], generator=generator)

@@ -20,11 +20,12 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
-from growprune.files.exporters import to_dense, to_onnx, to_openvino, write_dense
+from growprune.files.exporters import to_dense, to_openvino, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
 from growprune.files.model_card import write_model_card
-from growprune.files.pretrained import save_pretrained
+from growprune.files.onnx_export import export_onnx
+from growprune.files.pretrained import build_with_example, save_pretrained
 from growprune.files.quantized import check_values
 from growprune.files.weights_file import weights_file
 from growprune.files.writer import rewrite_as_int8
@@ -79,6 +80,7 @@ def convert(
     model: nn.Module | None = None,
     example: Any = None,
     values: str | None = None,
+    sparse: bool = False,
     force: bool = False,
 ) -> Converted:
     """Write the weights of a source in another format, completely or not at all.
@@ -86,9 +88,11 @@ def convert(
     Args:
         source: a file or folder that growprune or another tool wrote; see `growprune.files.importers.read`.
         to: one of FORMATS; by default chosen by the name of `dest`. A .safetensors is sparse, unless the source is.
-        model: the model of the weights, needed for ONNX and OpenVINO. It also defines which weights are prunable.
+        model: the model of the weights, for ONNX and OpenVINO, unless the source is a folder of transformers. It also
+            defines which weights are prunable.
         example: an input of the model, for ONNX and OpenVINO.
         values: for a sparse file, "int8" stores weights in 8 bits; see `growprune.save`. By default as they are.
+        sparse: for ONNX, store only the non-zero weights; see `growprune.export_onnx`.
         force: allow `dest` to be replaced; if it is a link, its target.
     """
     source, dest = Path(source), Path(dest)
@@ -99,10 +103,16 @@ def convert(
         raise GrowpruneError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
     if values is not None and to != "sparse":
         raise GrowpruneError(f"values={values!r} is for sparse files, but the destination is {to}: use --to sparse")
-    if to in ("onnx", "openvino") and (model is None or example is None):
+    if sparse and to != "onnx":
+        raise GrowpruneError(f"--sparse is for ONNX, but the destination is {to}: use a name that ends with .onnx")
+    is_graph = to in ("onnx", "openvino")
+    if is_graph and model is None and (source / "config.json").is_file():
+        model, found_example = build_with_example(source)
+        example = found_example if example is None else example
+    if is_graph and (model is None or example is None):
         raise GrowpruneError(
-            f"{to} is a graph and needs the model's code: pass --model and --example-shape, or a --model that returns "
-            f"the model and an example"
+            f"{to} is a graph and needs the model's code: pass --model and --example-shape (1,128:int for "
+            f"integers), or a --model that returns the model and an example"
         )
     _check_dest(source, dest, to, force)
     notes = list(found.notes)
@@ -122,17 +132,17 @@ def convert(
     elif to == "dense" and model is None:
         write_dense(found.tensors, found.aliases, dest)
     else:
-        sparse = bare_sparse_model(found, str(source)) if model is None else _filled(found, source, model)
+        filled = bare_sparse_model(found, str(source)) if model is None else _filled(found, source, model)
         if to == "sparse":
-            file.save(sparse, dest, values=values)
+            file.save(filled, dest, values=values)
         elif to == "dense":
-            to_dense(sparse, dest)
+            to_dense(filled, dest)
         elif to == "hf":
-            _write_folder(sparse, source, dest)
+            _write_folder(filled, source, dest)
         elif to == "onnx":
-            to_onnx(sparse, dest, example)
+            export_onnx(filled, dest, example, sparse=sparse)
         else:
-            to_openvino(sparse, dest, example)
+            to_openvino(filled, dest, example)
     sizes = before, num_bytes(dest), dense_bytes
     return Converted(source, dest, found.format, to, *sizes, tuple(matrices), sparsity, tuple(notes))
 

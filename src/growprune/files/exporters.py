@@ -1,7 +1,6 @@
-"""Export sparse models to other runtimes: ONNX, OpenVINO, folders of transformers, dense safetensors.
+"""Export sparse models to OpenVINO and dense safetensors, with exact zeros; onnx_export.py: to ONNX.
 
-The exports are dense, with exact zeros: as large and as fast as the dense model, unless a runtime uses the zeros. Files
-are written completely or not at all.
+The exports are as large and as fast as the dense model. Files are written completely or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, need
@@ -26,34 +24,6 @@ from growprune.files.manifest import DTYPES
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import is_compact, tensors_of
 from growprune.sparse.model import SparseModel
-
-MAX_ONNX_BYTES = 1 << 30
-"""Above it, weights are written beside the graph, to NAME.onnx.data: protobuf files hold less than 2 GiB."""
-
-
-def to_onnx(model: SparseModel | nn.Module, path: str | os.PathLike[str], example: Any, **options: Any) -> None:
-    """Write an ONNX graph for onnxruntime. Its initializers have exactly the zeros of the model.
-
-    Args:
-        example: an input of the model, or a tuple of them.
-        options: further arguments of `torch.onnx.export`, such as dynamic_shapes.
-    """
-    path = meant(Path(path))
-    onnx = need("onnx", "onnx", "growprune needs the package onnx to write ONNX")
-    need("onnxscript", "onnx", "growprune needs the package onnxscript to write ONNX")
-    with plain(model) as module, _to_be_moved(path) as folder:
-        with _quiet("torch.onnx._internal.exporter._registration"):  # which misses torchvision, whoever needs it
-            program: Any = torch.onnx.export(module, _as_tuple(example), dynamo=True, verbose=False, **options)
-        tensors = tensors_of(module)[0]
-        program.save(folder / path.name, external_data=sum(t.nbytes for t in tensors.values()) > MAX_ONNX_BYTES)
-        for stored in onnx.load(folder / path.name).graph.initializer:
-            if stored.name in tensors and tensors[stored.name].ndim >= 2:
-                alive = int(torch.count_nonzero(tensors[stored.name]))
-                if (found := int((onnx.numpy_helper.to_array(stored) != 0).sum())) != alive:
-                    raise GrowpruneError(
-                        f"the exporter changed {stored.name} from {alive} to {found} non-zero weights: {path} was not "
-                        f"written"
-                    )
 
 
 def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], example: Any) -> None:
@@ -66,9 +36,9 @@ def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], ex
         raise GrowpruneError(f"the path of OpenVINO's IR must end with .xml, got {path}")
     path = meant(Path(path))
     openvino = need("openvino", "openvino", "growprune needs the package openvino to write OpenVINO's IR")
-    with plain(model) as module, _to_be_moved(path) as folder, _quiet():
-        inputs = _as_tuple(example)
-        converted = openvino.convert_model(module, example_input=inputs[0] if len(inputs) == 1 else inputs)
+    with plain(model) as module, to_be_moved(path) as folder, quiet():
+        example = example[0] if isinstance(example, tuple) and len(example) == 1 else example
+        converted = openvino.convert_model(module, example_input=example)
         openvino.save_model(converted, folder / path.name, compress_to_fp16=False)
 
 
@@ -107,7 +77,7 @@ def plain(model: SparseModel | nn.Module) -> Iterator[nn.Module]:
 
 
 @contextlib.contextmanager
-def _quiet(logger: str = "") -> Iterator[None]:
+def quiet(logger: str = "") -> Iterator[None]:
     """Silence a logger, and the warnings of exporters about themselves and Python code in the model."""
     logged = logging.getLogger(logger or __name__)
     level = logged.level
@@ -121,7 +91,7 @@ def _quiet(logger: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _to_be_moved(path: Path) -> Iterator[Path]:
+def to_be_moved(path: Path) -> Iterator[Path]:
     """Yield a folder beside a path. Its files are moved into place when all are written, the path itself last."""
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     folder.mkdir(parents=True)
@@ -132,7 +102,3 @@ def _to_be_moved(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _as_tuple(example: Any) -> tuple[Any, ...]:
-    return example if isinstance(example, tuple) else (example,)

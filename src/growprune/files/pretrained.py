@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, shorten
 from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
 from growprune.files.model_card import write_model_card
@@ -140,3 +140,24 @@ def _build_by_config(kind: Any, folder: Path) -> nn.Module:
         model.generation_config = type(model.generation_config).from_pretrained(folder)
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+def build_with_example(folder: Path) -> tuple[nn.Module, Any]:
+    """Build the class of transformers that a folder's config.json names, without its weights, and an example input."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        (name,) = config["architectures"]
+        kind = getattr(importlib.import_module("transformers"), name)
+        model: Any = _build_by_config(kind, folder)
+    except Exception as error:  # whatever transformers raises about a config
+        said = shorten(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__, 200)
+        raise GrowpruneError(
+            f"cannot build a model of transformers from {folder / 'config.json'} ({said}): pass --model"
+        ) from error
+    if model.main_input_name == "input_ids":
+        tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, 8))
+        example = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        return model, example | ({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})
+    if model.main_input_name == "pixel_values" and isinstance(size := getattr(model.config, "image_size", None), int):
+        return model, {"pixel_values": torch.randn(2, model.config.num_channels, size, size)}
+    return model, None
