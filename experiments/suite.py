@@ -219,8 +219,9 @@ def tuned(cell: Cell, row: Row) -> Tuned | None:
     """The settings of a row with the best validation score. None if it was not tuned."""
     if not cell.tuned or not row.tuned:
         return None
-    at_own, at_90 = (f"tune {sparsity} {row.tuned}" for sparsity in (cell.tuned_at, "0.9"))  # dense has one sparsity
-    found = _trials().get((cell.tuned, at_own)) or _trials()[cell.tuned, at_90]
+    sparsities = (*(() if row.sparsity is None else (f"{row.sparsity:g}",)), cell.tuned_at, "0.9")
+    names = [f"tune {sparsity} {row.tuned}" for sparsity in sparsities]
+    found = next(_trials()[cell.tuned, name] for name in names if (cell.tuned, name) in _trials())
     sign = 1 if cell.metric in ("loss", "bits_per_byte") else -1
     best = min(found, key=lambda run: (sign * run["validation"][cell.metric], run["settings"].get("lr_scaling", "")))
     kept = [{key: run["settings"][key] for key in TUNABLE if key in run["settings"]} for run in found]
