@@ -48,7 +48,7 @@ def _show_line(title: str, event: Event) -> None:
             say = f"stage {event['stage']}: {event['edits']}; {event['alive']:,} alive, {length}"
         case {"event": "epoch"}:
             validation = f", {metrics_text(event['validation'])} (validation)" if "validation" in event else ""
-            say = f"epoch {event['epoch']}: loss {event['loss']:.4f}{validation}"
+            say = f"epoch {event['epoch']}: density {event['density']:.3f}, loss {event['loss']:.4f}{validation}"
         case {"event": "warning"}:
             say = f"warning: {event['message']}"
         case {"event": "resumed"}:
