@@ -317,7 +317,8 @@ def train(run: Run, data: Path, runs: Path, results: Path) -> bool:
     words = ["growprune", "resume"] if started else shlex.split(command(job, place))
     words += [str(job.folder)] if started else ["--out", str(job.folder)]
     job.log.parent.mkdir(parents=True, exist_ok=True)
-    before = _cpu_seconds()
+    spent = job.log.with_suffix(".cpu")  # seconds, also of processes that were stopped
+    before = _cpu_seconds() - (float(spent.read_text()) if spent.exists() else 0.0)
     with job.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *words],
@@ -332,6 +333,8 @@ def train(run: Run, data: Path, runs: Path, results: Path) -> bool:
             process.terminate()  # which saves
             process.wait()
             raise
+        finally:
+            spent.write_text(f"{_cpu_seconds() - before:.1f}")
     if status in STOPPED:
         return False
     record = read_run(job.folder)
