@@ -75,8 +75,7 @@ def translating(model: Any) -> tuple[Any, Any]:
     import torch
     from torch import nn
 
-    from growprune.tasks.translation.search import beam_search
-    from growprune.tasks.translation.transformer import EOS
+    from growprune.tasks.translation.transformer import EOS, beam_search
 
     num_pieces = model.embedding.num_embeddings
 

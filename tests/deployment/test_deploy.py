@@ -228,7 +228,7 @@ def test_our_translation_transformer() -> None:
 
 def test_a_translation_layer_by_layer() -> None:
     """By its layers it has its own methods, which beam search uses, at any length."""
-    from growprune.tasks.translation.search import beam_search
+    from growprune.tasks.translation.transformer import beam_search
 
     model, (source, _) = translation()
     sparse = sparse_of(model)

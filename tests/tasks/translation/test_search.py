@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from translation_cases import SMALL, rows, seeded, tokens
 
-from growprune.tasks.translation.search import beam_search
-from growprune.tasks.translation.transformer import BOS, EOS, PAD, Decoding, Transformer
+from growprune.tasks.translation.transformer import BOS, EOS, PAD, Decoding, Transformer, beam_search
 
 
 def sources(count: int, vocab_size: int = 11) -> Tensor:
@@ -53,7 +52,7 @@ def test_a_beam_as_wide_as_everything_finds_the_best_of_all(seed: int, length_pe
 
 @torch.no_grad()
 def naive_beam(model: Transformer, source: Tensor, beam: int, max_length: int) -> list[int]:
-    """The rules of search.py for one sentence, with lists. With a beam of one, it is greedy search."""
+    """The rules of beam_search for one sentence, with lists. With a beam of one, it is greedy search."""
     alive: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     finished: list[tuple[float, tuple[int, ...]]] = []
     while len(finished) < beam:

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from translation_cases import CPU, sentences, tiny
 
 from growprune.tasks import translation
-from growprune.tasks.translation import pieces
-from growprune.tasks.translation.batching import Batches, Pairs, Sentences
-from growprune.tasks.translation.pieces import Pieces, learn
+from growprune.tasks.translation import text as pieces
+from growprune.tasks.translation.text import Batches, Pairs, Pieces, Sentences, learn
 from growprune.tasks.translation.transformer import BOS, EOS, PAD
 
 # Pieces

@@ -16,8 +16,9 @@ from growprune import engine, methods
 from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.engine.trainer import split
 from growprune.sparse.rng import seed_all
-from growprune.tasks.translation import corpus, token_losses
-from growprune.tasks.translation.pieces import Pieces
+from growprune.tasks.translation import text as corpus
+from growprune.tasks.translation import token_losses
+from growprune.tasks.translation.text import Pieces
 from growprune.tasks.translation.transformer import PAD, Transformer
 
 
@@ -78,7 +79,7 @@ def test_pieces_are_kept_with_a_run_and_must_be_the_same_when_it_is_resumed(data
 
 def forget() -> None:
     """Read the data again, as another process would."""
-    for function in (corpus.load_pieces, corpus.load_training, corpus.read_training, corpus.load_split):
+    for function in (corpus.load_pieces, corpus.load_training, corpus.read, corpus.load_split):
         function.cache_clear()
 
 

@@ -13,7 +13,7 @@ import functools
 import json
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,6 @@ VERSION = "3"
 Batch = tuple[Tensor, Tensor, Tensor]
 """Points (B, N, 3 or 6), categories (B,), and the part of each point (B, N)."""
 Floats = NDArray[np.float32]
-Integers = NDArray[np.int64]
 Root = Path | zipfile.Path
 UNREADABLE = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
 """Errors of a file that is missing, unreadable, or damaged in its zip file."""
@@ -74,20 +73,17 @@ class Shapes:
     labels: Tensor
     counts: Tensor
     """Number of points of each shape."""
-    starts: Tensor
-    """Index of the first point of each shape."""
     categories: Tensor
-    longest: int
-    """The largest count, stored so that nobody has to wait for the device."""
 
-    @classmethod
-    def of(cls, points: Floats, labels: NDArray[np.uint8], counts: Integers, categories: Integers) -> Shapes:
-        arrays = (points, labels, counts, counts.cumsum() - counts, categories)
-        return cls(*[torch.from_numpy(array) for array in arrays], longest=int(counts.max()))  # type: ignore[misc]
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """Index of the first point of each shape."""
+        return self.counts.cumsum(0) - self.counts
 
-    def to(self, device: torch.device) -> Shapes:
-        tensors = (self.points, self.labels, self.counts, self.starts, self.categories)
-        return Shapes(*[tensor.to(device) for tensor in tensors], longest=self.longest)  # type: ignore[misc]
+    @functools.cached_property
+    def longest(self) -> int:
+        """The largest count, cached so that nobody has to wait for the device."""
+        return int(self.counts.max())
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -104,8 +100,7 @@ class Shapes:
         return self.points[rows], self.categories[indices], self.labels[rows].long()
 
 
-ARRAYS = ("points", "labels", "counts", "categories")
-"""What the cache stores of each split."""
+FIELDS = tuple(field.name for field in fields(Shapes))
 
 
 @functools.cache
@@ -130,8 +125,7 @@ def load(data: str) -> dict[str, Shapes]:
     names = [*lists.values(), *(_file_name(entry) for split in SPLITS for entry in entries[split])]
     key = cache.key_of(source, names, VERSION)
     if (arrays := cache.load_arrays(source, key)) is not None:
-        stored = {split: [arrays[f"{split}.{name}"] for name in ARRAYS] for split in SPLITS}
-        return {split: Shapes.of(*found) for split, found in stored.items()}  # type: ignore[arg-type]
+        return {split: Shapes(*(torch.from_numpy(arrays[f"{split}.{k}"]) for k in FIELDS)) for split in SPLITS}
     bad = BadRecords(data, len(entries["train"]))
     shapes = {}
     for split in SPLITS:
@@ -148,8 +142,8 @@ def load(data: str) -> dict[str, Shapes]:
         check_split(len(read), data, split)
         shapes[split] = join(read)
     if not bad.count:  # warn about bad shapes every time
-        stored = {split: [getattr(shapes[split], name).numpy() for name in ARRAYS] for split in SPLITS}
-        cache.save_arrays(source, key, {f"{s}.{n}": a for s in SPLITS for n, a in zip(ARRAYS, stored[s], strict=True)})
+        stored = {f"{split}.{k}": getattr(shapes[split], k).numpy() for split in SPLITS for k in FIELDS}
+        cache.save_arrays(source, key, stored)
     return shapes
 
 
@@ -216,13 +210,15 @@ def join(shapes: list[tuple[Floats, int]]) -> Shapes:
     for xyz in np.split(points[:, :3], counts.cumsum()[:-1]):
         centred = xyz.astype(np.float64) - xyz.mean(0, dtype=np.float64)
         xyz[:] = centred / (np.linalg.norm(centred, axis=1).max() or 1)  # in `points`
-    return Shapes.of(points, labels, counts, np.array([category for _, category in shapes], np.int64))
+    categories = np.array([category for _, category in shapes], np.int64)
+    return Shapes(*map(torch.from_numpy, (points, labels, counts, categories)))
 
 
 @functools.cache
 def shapes_on(data: str, split: str, device: torch.device) -> Shapes:
     """Copy the shapes of a split to a device, once."""
-    return load(data)[split].to(device)
+    shapes = load(data)[split]
+    return Shapes(*(getattr(shapes, name).to(device) for name in FIELDS))
 
 
 @functools.cache

@@ -14,11 +14,17 @@ from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError, need
 from growprune.tasks.task import Split, Task, check_fields, with_channels
-from growprune.tasks.translation.batching import MULTIPLE, Batch, Batches, Pairs
-from growprune.tasks.translation.corpus import load_pieces, load_split, load_training
-from growprune.tasks.translation.pieces import Pieces
-from growprune.tasks.translation.search import beam_search
-from growprune.tasks.translation.transformer import EOS, PAD, Shape, Transformer
+from growprune.tasks.translation.text import (
+    MULTIPLE,
+    Batch,
+    Batches,
+    Pairs,
+    Pieces,
+    load_pieces,
+    load_split,
+    load_training,
+)
+from growprune.tasks.translation.transformer import EOS, PAD, Shape, Transformer, beam_search
 
 
 @dataclass(frozen=True)
