@@ -11,7 +11,7 @@ import torch
 from classification_cases import Fixed
 from torch import Tensor
 
-from growprune.tasks.classification import Classification, augment, images, score
+from growprune.tasks.classification import Classification, images, score
 
 
 def random_pixels(count: int, height: int = 6, width: int = 6, seed: int = 0) -> Tensor:
@@ -22,7 +22,7 @@ def random_pixels(count: int, height: int = 6, width: int = 6, seed: int = 0) ->
 def test_flips_mirror_the_images_that_are_chosen() -> None:
     pixels = random_pixels(4)
     which = torch.tensor([True, False, False, True])
-    for image, out, is_flipped in zip(pixels, augment.flipped(pixels, which), which, strict=True):
+    for image, out, is_flipped in zip(pixels, images.flipped(pixels, which), which, strict=True):
         expected = [[image[y, 5 - x if is_flipped else x].tolist() for x in range(6)] for y in range(6)]
         assert out.tolist() == expected
 
@@ -30,7 +30,7 @@ def test_flips_mirror_the_images_that_are_chosen() -> None:
 def test_shifts_cut_from_the_image_padded_with_black() -> None:
     pixels = random_pixels(6, height=5, width=7)
     offsets = torch.tensor([[0, 0], [8, 8], [4, 4], [0, 8], [3, 5], [6, 1]])
-    shifted = augment.shifted(pixels, offsets)
+    shifted = images.shifted(pixels, offsets)
     for image, out, (top, left) in zip(pixels.numpy(), shifted.numpy(), offsets.tolist(), strict=True):
         padded = np.pad(image, ((4, 4), (4, 4), (0, 0)))
         np.testing.assert_array_equal(out, padded[top : top + 5, left : left + 7])
@@ -53,8 +53,8 @@ def box_of(numbers: list[list[float]], width: int, height: int, min_scale: float
 
 @pytest.mark.parametrize(("width", "height"), [(32, 32), (50, 30), (20, 90), (300, 10)])
 def test_boxes_are_those_drawn_one_image_at_a_time(width: int, height: int) -> None:
-    numbers = torch.rand(200, augment.NUM_TRIES + 1, 2, generator=torch.Generator().manual_seed(1))
-    boxes = augment.draw_boxes(numbers, width, height, 0.08)
+    numbers = torch.rand(200, images.NUM_TRIES + 1, 2, generator=torch.Generator().manual_seed(1))
+    boxes = images.draw_boxes(numbers, width, height, 0.08)
     for found, drawn in zip(boxes.tolist(), numbers.tolist(), strict=True):
         assert found == pytest.approx(box_of(drawn, width, height, 0.08), rel=1e-4, abs=1e-3)
     sides = boxes[:, 2:] - boxes[:, :2]
@@ -70,13 +70,13 @@ def test_every_image_that_is_streamed_and_every_seed_has_its_own_box() -> None:
 
 def test_normalising_takes_the_mean_and_divides_by_the_deviation() -> None:
     pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3)
-    out = augment.normalised(pixels, (0.5, 0.2, 0.6), (0.25, 0.1, 0.2))
+    out = images.normalised(pixels, (0.5, 0.2, 0.6), (0.25, 0.1, 0.2))
     torch.testing.assert_close(out.flatten(), torch.tensor([-2.0, 0.0, 2.0]))
 
 
 def test_mixing_takes_the_rest_from_the_image_before() -> None:
     values = torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1, 1)
-    assert augment.mixed(values, 0.75).flatten().tolist() == [0.75 + 25.0, 7.5 + 0.25, 75.0 + 2.5]
+    assert images.mixed(values, 0.75).flatten().tolist() == [0.75 + 25.0, 7.5 + 0.25, 75.0 + 2.5]
 
 
 def test_the_loss_of_a_mixture_is_that_of_its_soft_targets() -> None:

@@ -29,7 +29,7 @@ from classification_cases import (
 from torch import Tensor, nn
 
 from growprune.sparse.model import SparseModel
-from growprune.tasks.classification import Classification, augment, images, sources
+from growprune.tasks.classification import Classification, images, sources
 from growprune.tasks.images import UnreadableImage, opened, to_rgb
 
 
@@ -85,8 +85,8 @@ def test_pixels_are_those_of_the_files(data: str, files: list[tuple[bytes, int, 
 
 def trained(task: Classification, monkeypatch: pytest.MonkeyPatch) -> set[bytes]:
     """The images of several epochs, without what is done to them."""
-    monkeypatch.setattr(augment, "flipped", lambda pixels, which: pixels)
-    monkeypatch.setattr(augment, "shifted", lambda pixels, offsets: pixels)
+    monkeypatch.setattr(images, "flipped", lambda pixels, which: pixels)
+    monkeypatch.setattr(images, "shifted", lambda pixels, offsets: pixels)
     epochs = (task.batches(seed=seed, start=0, device=CPU) for seed in range(6))
     return {image.contiguous().numpy().tobytes() for epoch in epochs for batch in epoch for image in batch[0]}
 
@@ -147,9 +147,9 @@ def test_a_mixed_batch_is_the_mixture_of_the_plain_one(data: str) -> None:
 def test_about_half_of_the_images_are_flipped_and_all_shifts_occur(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flips: list[bool] = []
     shifts: set[tuple[int, int]] = set()
-    flipped, shifted = augment.flipped, augment.shifted
-    monkeypatch.setattr(augment, "flipped", lambda p, which: (flips.extend(which.tolist()), flipped(p, which))[1])
-    monkeypatch.setattr(augment, "shifted", lambda p, by: (shifts.update(map(tuple, by.tolist())), shifted(p, by))[1])
+    flipped, shifted = images.flipped, images.shifted
+    monkeypatch.setattr(images, "flipped", lambda p, which: (flips.extend(which.tolist()), flipped(p, which))[1])
+    monkeypatch.setattr(images, "shifted", lambda p, by: (shifts.update(map(tuple, by.tolist())), shifted(p, by))[1])
     for seed in range(30):
         list(small(data).batches(seed=seed, start=0, device=CPU))
     assert 0.45 < sum(flips) / len(flips) < 0.55

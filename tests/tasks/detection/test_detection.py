@@ -14,8 +14,8 @@ from torch import Tensor
 
 from growprune.sparse.flops import count_flops
 from growprune.tasks.detection import Detection
-from growprune.tasks.detection.boxes import decode, default_boxes, detect, encode, iou, match, multibox_loss, suppress
 from growprune.tasks.detection.coco import NAMES, Scene, coco_numbers
+from growprune.tasks.detection.ssd import decode, default_boxes, detect, encode, iou, match, multibox_loss, suppress
 
 CPU = torch.device("cpu")
 WITHOUT_OBJECTS = np.zeros((0, 6))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import check_split
-from growprune.tasks.classification import augment, images, sources
+from growprune.tasks.classification import images, sources
 from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem, initialise
 from growprune.tasks.images import Array, ImageTask, read
 from growprune.tasks.task import Split, Task, check_fields, with_channels
@@ -131,7 +131,7 @@ class Classification(ImageTask):
         for pixels, labels in self._read(groups, None, device):
             is_good = labels != UNREADABLE
             pixels, labels = pixels[is_good], labels[is_good]
-            inputs = self._inputs(augment.normalised(pixels, self.mean, self.std))
+            inputs = self._inputs(images.normalised(pixels, self.mean, self.std))
             sums += score(model(inputs).float(), labels)
             count += len(labels)
         check_split(count, self.data, split)
@@ -181,16 +181,16 @@ class Classification(ImageTask):
 
     def _augmented(self, pixels: Tensor, labels: Tensor, seed: int, number: int) -> Batch:
         device, count = pixels.device, len(pixels)
-        random = augment.generator(device, seed, number)
-        pixels = augment.flipped(pixels, torch.rand(count, generator=random, device=device) < 0.5)
+        random = images.generator(device, seed, number)
+        pixels = images.flipped(pixels, torch.rand(count, generator=random, device=device) < 0.5)
         if self.crop == "padded":
-            end = 2 * augment.PADDING + 1
-            pixels = augment.shifted(pixels, torch.randint(end, (count, 2), generator=random, device=device))
-        values = augment.normalised(pixels, self.mean, self.std)
+            end = 2 * images.PADDING + 1
+            pixels = images.shifted(pixels, torch.randint(end, (count, 2), generator=random, device=device))
+        values = images.normalised(pixels, self.mean, self.std)
         if not self.mixup:
             return self._inputs(values), labels
         share = float(np.random.default_rng((seed, number)).beta(self.mixup, self.mixup))
-        values = augment.mixed(values, share)
+        values = images.mixed(values, share)
         return self._inputs(values), labels, labels.roll(1), torch.full((count,), share, device=device)
 
     def _inputs(self, values: Tensor) -> Tensor:

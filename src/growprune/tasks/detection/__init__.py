@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from growprune.errors import GrowpruneError
 from growprune.tasks.classification.resnet import Name, initialise
 from growprune.tasks.detection import distortions
-from growprune.tasks.detection.albums import Album, album
-from growprune.tasks.detection.boxes import IMAGE_SIZE, Detections, default_boxes, detect, multibox_loss
-from growprune.tasks.detection.coco import Scene, coco_numbers, cocoeval, load
-from growprune.tasks.detection.ssd import SSD, Convolution
+from growprune.tasks.detection.coco import Album, Scene, album, coco_numbers, cocoeval, load
+from growprune.tasks.detection.ssd import IMAGE_SIZE, SSD, Convolution, Detections, default_boxes, detect, multibox_loss
 from growprune.tasks.images import ImageTask, Pictures
 from growprune.tasks.task import Split, Task, check_fields, with_channels
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from growprune.tasks.detection.boxes import IMAGE_SIZE, iou
+from growprune.tasks.detection.ssd import IMAGE_SIZE, iou
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIN_IOUS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.0, 0.0)
