@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from growprune.files import json_file
-from growprune.runs.packed import RESULTS, pack, read_packed
+from growprune.runs.record import RESULTS, pack, read_packed
 
 HERE = Path(__file__).parent
 DATA = {

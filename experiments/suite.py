@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from growprune.compare import Job, Request
-from growprune.compare.working import last_words
+from growprune.compare.jobs import last_words
 from growprune.errors import GrowpruneError
 from growprune.runs import read_run
 from growprune.runs.record import Record

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from growprune import engine
 from growprune.cli import VERBS, app
-from growprune.cli.stopping import StopFlag, say_how_to_resume
+from growprune.cli.app import StopFlag, say_how_to_resume
 from growprune.engine.folder import RunFolder
 from growprune.recipes import find
 

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 import growprune as gp
 from growprune import engine
 from growprune.cli import app, machine
-from growprune.cli.progress import Drawing
-from growprune.cli.screen import err
+from growprune.cli.screen import Drawing, err
 from growprune.engine.trainer import timeline, work_before
 from growprune.plan import walk
-from growprune.runs.metric import scaled
+from growprune.runs.result import scaled
 
 
 def shown(*arguments: str, code: int = 0) -> str:

@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 from growprune import engine
 from growprune.cli import app
 from growprune.compare import Request, comparison, of_runs
-from growprune.compare.jobs import Job
-from growprune.compare.working import Working, last_words
+from growprune.compare.jobs import Job, Working, last_words
 from growprune.runs.table import TOLERANCE
 
 TOY = f"{TOY_FILE}:cyclic"

@@ -11,7 +11,7 @@ from report_runs import history, recipe, result, write_bare, write_run
 
 from growprune import GrowpruneError
 from growprune.compare import Comparison, of_runs
-from growprune.runs.metric import Metric
+from growprune.runs.result import Metric
 from growprune.runs.table import best_baseline
 
 ACCURACY = Metric("accuracy")

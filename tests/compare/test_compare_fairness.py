@@ -18,7 +18,7 @@ from growprune import GrowpruneError, engine, methods
 from growprune.compare import Comparison, Request, of_runs
 from growprune.engine.recipe import Recipe
 from growprune.runs import find_runs
-from growprune.runs.metric import Metric
+from growprune.runs.result import Metric
 from growprune.runs.table import best_baseline
 
 SOURCE = f"{TOY_FILE}:cyclic"

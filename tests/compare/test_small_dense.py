@@ -14,7 +14,7 @@ from paths import TOY as TOY_FILE
 
 from growprune import methods
 from growprune.compare import Request, of_runs
-from growprune.compare.small import make_small, size_of
+from growprune.compare.budget import make_small, size_of
 from growprune.compare.typed import parse_rows
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError

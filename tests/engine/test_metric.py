@@ -15,7 +15,7 @@ from growprune import SparseModel
 from growprune.engine.observers import Best
 from growprune.report.page import render
 from growprune.runs import find_runs
-from growprune.runs.metric import Metric, decimals
+from growprune.runs.result import Metric, decimals
 from growprune.runs.table import best_baseline
 
 HIGHER, LOWER = Metric("accuracy"), Metric("bits", lower_is_better=True)

@@ -10,10 +10,8 @@ from report_runs import history, phase, recipe, result, row, write_run
 from test_report import write
 
 from growprune import methods
-from growprune.report.chart import Chart, Styles
-from growprune.report.frontier import frontier_charts, time_chart
+from growprune.report.charts import Chart, Styles, charts_over_time, frontier_charts, time_chart
 from growprune.report.groups import Group, group_runs, is_control
-from growprune.report.over_time import charts_over_time
 from growprune.runs import find_runs
 
 

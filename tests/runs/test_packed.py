@@ -12,7 +12,7 @@ from report_runs import finished, write_bare
 from growprune.compare import of_runs
 from growprune.errors import GrowpruneError
 from growprune.runs import find_runs
-from growprune.runs.packed import RESULTS, pack, read_packed
+from growprune.runs.record import RESULTS, pack, read_packed
 
 POINT = {"name": "lr=1", "folder": "lr=1", "status": "finished", "validation": 88.0, "error": ""}
 TUNING = {"row": "gmp:global", "sparsity": 0.9, "grid": {"lr": ["1"]}, "size": 1, "seed": 0, "metric": "accuracy"}

@@ -1,11 +1,17 @@
-"""Common options of the verbs, and errors in one line."""
+"""Common options of the verbs, errors in one line, and stopping: Ctrl-C and SIGTERM write a checkpoint and exit."""
 
 from __future__ import annotations
 
 import functools
+import os
+import shlex
+import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
@@ -15,6 +21,7 @@ from growprune.errors import GrowpruneError, is_users_file, shorten
 
 if TYPE_CHECKING:
     from growprune.engine import Recipe, RunFolder
+
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe name (see `growprune list`) or path.py:function.")
@@ -144,3 +151,66 @@ def check_new_folder(folder: Path) -> None:
 def with_absolute_weights(settings: dict[str, str]) -> dict[str, str]:
     """Make the path of a weights file absolute, so that a run can be resumed from any folder."""
     return settings | ({"weights": str(Path(settings["weights"]).resolve())} if settings.get("weights") else {})
+
+
+class StopFlag:
+    """Remembers a signal; calling it returns True after one arrived. A second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.is_seen = False
+        """True once the run has seen the signal and is about to save and exit."""
+
+    def __call__(self) -> bool:
+        self.is_seen = self.signal != 0
+        return self.is_seen
+
+    def receive(self, number: int, _frame: object) -> None:
+        if self.signal:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.signal = number
+
+
+@contextmanager
+def stopping() -> Iterator[StopFlag]:
+    """Inside this context, Ctrl-C and SIGTERM set a flag instead of ending the process."""
+    flag = StopFlag()
+    before = {number: signal.signal(number, flag.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        _end_soon_after_a_signal(flag)
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_soon_after_a_signal(flag: StopFlag, grace_seconds: float = 3.0) -> None:
+    """End a process that does not check the flag soon after a signal, because it waits for another process.
+
+    Nothing is lost: checkpoints are written atomically, and the epochs after the last one are trained again.
+    """
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender)  # written to at once, even while the main thread waits inside a library
+
+    def watch() -> None:
+        number = os.read(receiver, 1)[0]
+        time.sleep(grace_seconds)
+        if not flag.is_seen:
+            os._exit(128 + number)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def say_how_to_resume(folder: Path, flag: StopFlag) -> Iterator[None]:
+    from growprune.engine import Interrupted
+
+    try:
+        yield
+    except Interrupted as stop:
+        command = shlex.join(["growprune", "resume", str(folder)])
+        print(f"growprune: Interrupted; checkpoint saved. Resume with: {command}", file=sys.stderr)
+        raise typer.Exit(128 + flag.signal) from stop

@@ -13,11 +13,9 @@ from rich import box
 from rich.console import JustifyMethod
 from rich.table import Table
 
-from growprune.cli.app import AsJson, Data, Settings, one_line_errors
-from growprune.cli.progress import duration
-from growprune.cli.screen import err, print_json
+from growprune.cli.app import AsJson, Data, Settings, one_line_errors, stopping
+from growprune.cli.screen import duration, err, print_json
 from growprune.cli.screen import out as console
-from growprune.cli.stopping import stopping
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
@@ -137,7 +135,7 @@ def _print_jobs(jobs: Sequence[Job], *, is_all: bool) -> None:
 
 def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool], *, retry: bool = False) -> bool:
     """Train all unfinished runs and print how they go. Return False if interrupted."""
-    from growprune.compare.working import Working, last_epoch
+    from growprune.compare.jobs import Working, last_epoch
     from growprune.runs import read_run
 
     if retry:
@@ -175,7 +173,7 @@ def _print_progress(line: str) -> None:
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
     """Print the table, and write it to `out` if given."""
     from growprune.compare.comparison import COST, QUALITY
-    from growprune.runs.tuned import cells_of
+    from growprune.runs.table import cells_of
 
     if out is not None:
         comparison.write(out, with_markdown=as_markdown)
@@ -225,7 +223,7 @@ def _names(rows: Sequence[RunRow], cells: Sequence[Mapping[str, str]]) -> list[s
 
 
 def _tuning_table(rows: Sequence[Sequence[str]]) -> Table:
-    from growprune.runs.tuned import HEAD
+    from growprune.runs.table import HEAD
 
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
     for number, head in enumerate(HEAD):

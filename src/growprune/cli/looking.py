@@ -177,7 +177,7 @@ def _ranks(estimate: Estimate) -> tuple[int, ...]:
 
 def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:
     """Cells of a row of similar phases: edits, epochs, and the cost from first to last."""
-    from growprune.runs.metric import scaled
+    from growprune.runs.result import scaled
 
     yield str(row.first.stage)
     yield "" if row.first.branch is None else str(row.first.branch)

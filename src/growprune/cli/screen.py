@@ -1,16 +1,32 @@
-"""Consoles, tables and number formats of the command line."""
+"""Consoles, tables and number formats of the command line, and the progress of a run.
+
+On a terminal progress is drawn in place, and the final state stays on the screen:
+
+digits/cyclic-90 seed 0   ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━   71 %   0:09 elapsed, 0:04 left
+  phase 7 of 10: prune S1 to 0.9, grow S2 to dense
+  epoch 25   loss 0.0312   accuracy 97.22   density 0.2154   lr 0.042
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from growprune.engine import Event
 
 
 def out() -> Console:
@@ -73,3 +89,155 @@ def show_result(result: dict[str, Any], folder: Path) -> None:
         out().print(f"best by validation: stage {best['stage']}, test: {metrics_text(best['test'])}")
     out().print(f"alive: {total['alive']:,} of {total['prunable']:,} prunable weights")
     out().print(f"file: {result['file_bytes']:,} bytes, {folder / 'model.safetensors'}", soft_wrap=True)
+
+
+Bar = tuple[int, int]
+"""Done, and total."""
+
+
+@contextmanager
+def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
+    """Yield the listener that shows the progress of a run."""
+    console = err()
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda event: _show_line(title, event)
+        return
+    drawing = Drawing(title, console)
+    with Live(get_renderable=drawing.draw, console=console, refresh_per_second=5):
+        yield drawing.listen
+
+
+def _show_line(title: str, event: Event) -> None:
+    """Print a plain line, where there is no terminal."""
+    match event:
+        case {"event": "phase"} if event["epochs"] or event["index"] in (0, event["last"]):
+            length = f"{event['epochs']} epochs" if event["epochs"] else f"{event['iterations']} iterations"
+            say = f"stage {event['stage']}: {event['edits']}; {event['alive']:,} alive, {length}"
+        case {"event": "epoch"}:
+            validation = f", {metrics_text(event['validation'])} (validation)" if "validation" in event else ""
+            say = f"epoch {event['epoch']}: density {event['density']:.3f}, loss {event['loss']:.4f}{validation}"
+        case {"event": "warning"}:
+            say = f"warning: {event['message']}"
+        case {"event": "resumed"}:
+            say = f"resumed from checkpoint {event['number']}"
+        case _:
+            return
+    err().print(f"{title}: {say}" if title else say, markup=False, highlight=False, soft_wrap=True)
+
+
+class Drawing:
+    """The state of a run, drawn on a terminal.
+
+    Args:
+        console: the console to draw on.
+        clock: returns seconds.
+    """
+
+    def __init__(self, title: str, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title, self._console, self._clock = title, console, clock
+        self._began = clock()
+        self._run: Bar = (0, 0)
+        self._first: tuple[float, int] | None = None
+        """Time of the first event with an iteration, and the iterations of the run that were done by then."""
+        self._phase, self._remark = "", ""
+        self._figures: dict[str, str] = {}
+        self._is_finished = False
+
+    def listen(self, event: Event) -> None:
+        if "run_done" in event:
+            self._run = event["run_done"], event["run_iterations"]
+            self._first = self._first or (self._clock(), event["run_done"])
+        match event["event"]:
+            case "phase":
+                self._begin_phase(event)
+            case "iteration":
+                self._figures |= _figures(event)
+            case "epoch":
+                self._figures |= {"epoch": f"epoch {event['epoch']}", **_figures(event)}
+            case "warning":
+                self._console.print(f"warning: {event['message']}", style="yellow")
+            case "resumed":
+                self._remark = f"resumed from checkpoint {event['number']}"
+            case "interrupted" | "failed" | "finished":
+                self._remark = event["event"]
+                self._is_finished = event["event"] == "finished"
+
+    def _begin_phase(self, event: Event) -> None:
+        branch = "" if event["branch"] is None else f", branch {event['branch']}"
+        self._phase = f"phase {event['index'] + 1} of {event['last'] + 1}{branch}: {event['edits']}"
+        self._figures |= _figures(event)
+        self._remark = ""
+
+    def draw(self) -> RenderableType:
+        if self._is_finished:
+            self._run = self._run[1], self._run[1]
+        figures = "  ".join(self._figures[name] for name in ORDER if name in self._figures)
+        lines: list[RenderableType] = [BarRow(self._title, self._run, self._time())]
+        if self._phase and not self._is_finished:
+            lines.append(_indented(f"{self._phase}   {self._remark}".rstrip()))
+        lines += [_indented(figures)] if figures else []
+        return Group(*lines)
+
+    def _time(self) -> str:
+        share = f"{100 * self._run[0] / self._run[1]:.0f} %   " if self._run[1] else ""
+        left = "" if self._is_finished or (seconds := self.seconds_left()) is None else f", {duration(seconds)} left"
+        return f"{share}{duration(self._clock() - self._began)}{' elapsed' if left else ''}{left}"
+
+    def seconds_left(self) -> float | None:
+        """Time left for the whole run, at the mean pace of this process."""
+        if self._first is None or self._run[0] <= self._first[1]:
+            return None
+        began, done_before = self._first
+        return (self._clock() - began) * (self._run[1] - self._run[0]) / (self._run[0] - done_before)
+
+
+MIN_BAR = 10
+ORDER = ("epoch", "loss", "metric", "density", "lr")
+
+
+def _figures(event: Event) -> dict[str, str]:
+    """The numbers of an event, formatted."""
+    found = {}
+    if event.get("loss") is not None:
+        found["loss"] = f"loss {event['loss']:.4f}"
+    if event.get("lr") is not None:
+        found["lr"] = f"lr {event['lr']:.3g}"
+    if "density" in event:
+        found["density"] = f"density {event['density']:.4f}"
+    if event.get("validation"):
+        found["metric"] = f"validation {event['metric']} {event['validation'][event['metric']]:.4g}"
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as hours, minutes and seconds.
+    >>> duration(75), duration(3600 * 30 + 62)
+    ('1:15', '30:01:02')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@dataclass(frozen=True)
+class BarRow:
+    """A progress bar between a title and a label. A narrow screen cuts the title."""
+
+    title: str
+    bar: Bar
+    after: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        del console
+        title = Text(self.title)
+        title.truncate(max(1, options.max_width - len(self.after) - MIN_BAR - 6), overflow="ellipsis")
+        row = Table.grid(padding=(0, 3, 0, 0), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        row.add_row(title, ProgressBar(total=self.bar[1], completed=self.bar[0]) if self.bar[1] else "", self.after)
+        yield row
+
+
+def _indented(text: str) -> Text:
+    return Text(f"  {text}", no_wrap=True, overflow="ellipsis")

@@ -17,15 +17,16 @@ from growprune.cli.app import (
     Log,
     RecipeName,
     Settings,
+    StopFlag,
     Trust,
     one_line_errors,
     place,
+    say_how_to_resume,
+    stopping,
     trusted_origin,
     with_absolute_weights,
 )
-from growprune.cli.progress import progress
-from growprune.cli.screen import out, show_result, spread
-from growprune.cli.stopping import StopFlag, say_how_to_resume, stopping
+from growprune.cli.screen import out, progress, show_result, spread
 from growprune.errors import GrowpruneError
 
 

@@ -19,12 +19,10 @@ from growprune.compare.jobs import writing_to
 from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.files.json_file import finite
-from growprune.runs.metric import Metric, decimals, in_full
 from growprune.runs.record import Record, say_small
-from growprune.runs.result import Json
-from growprune.runs.table import Gap, RunRow, baseline, notes_on_versions, reference
-from growprune.runs.tuned import HEAD as TUNING_HEAD
-from growprune.runs.tuned import cells_of, errors_of, notes_of
+from growprune.runs.result import Json, Metric, decimals, in_full
+from growprune.runs.table import HEAD as TUNING_HEAD
+from growprune.runs.table import Gap, RunRow, baseline, cells_of, errors_of, notes_of, notes_on_versions, reference
 
 FORMAT = 2
 """Format version of comparison.json."""

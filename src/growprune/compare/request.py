@@ -18,6 +18,7 @@ from torch import nn
 from growprune.compare.budget import (
     Budget,
     cut_as_usual,
+    make_small,
     num_epochs,
     num_iterations_per_epoch,
     parts_of,
@@ -26,7 +27,6 @@ from growprune.compare.budget import (
 )
 from growprune.compare.comparison import Comparison
 from growprune.compare.jobs import EARLIER, Job, writing_to
-from growprune.compare.small import make_small
 from growprune.compare.typed import LONGEST, Grid, Point, Row, parse_grid, parse_rows, points_of
 from growprune.engine.override import absolute, digests, override, parse_settings
 from growprune.engine.recipe import Recipe, describe, own_options
@@ -35,12 +35,9 @@ from growprune.files import json_file
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
 from growprune.runs import Record, find_runs
-from growprune.runs.comparable import check, deciding, say_grid, terms_of
-from growprune.runs.metric import Metric, in_full
 from growprune.runs.record import TUNING
-from growprune.runs.result import Json
-from growprune.runs.table import check_rows, rows_of, without_tried
-from growprune.runs.tuned import FAILED
+from growprune.runs.result import Json, Metric, in_full
+from growprune.runs.table import FAILED, check, check_rows, deciding, rows_of, say_grid, terms_of, without_tried
 
 Number = TypeVar("Number", int, float)
 Cell = tuple[str, float]

@@ -23,9 +23,9 @@ from growprune.files.json_file import finite
 from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
 from growprune.plan.folding import Row, fold
-from growprune.runs.comparable import MAY_CHANGE, flat
-from growprune.runs.reading import FORMAT, origin_of, read_recipe
+from growprune.runs.record import FORMAT, origin_of, read_recipe
 from growprune.runs.result import SCORE, Result
+from growprune.runs.table import MAY_CHANGE, flat
 
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""

@@ -48,8 +48,7 @@ from growprune.files.sparse_file import write_file
 from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
 from growprune.plan.settings import check_counts
-from growprune.runs.metric import Metric
-from growprune.runs.result import Result
+from growprune.runs.result import Metric, Result
 from growprune.sparse.summary import summarise
 
 SHOW_SECONDS = 0.2

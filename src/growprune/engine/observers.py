@@ -32,7 +32,7 @@ from growprune.files import sparse_file as file
 from growprune.files.atomic import plain_file, replacing
 from growprune.masks.bits import Snapshot
 from growprune.plan import ScheduledPhase
-from growprune.runs.metric import Metric
+from growprune.runs.result import Metric
 from growprune.sparse.flops import Flops, count_flops
 from growprune.sparse.model import SparseModel
 from growprune.storage import kernels

@@ -1,11 +1,9 @@
 """One HTML page about one or more runs, for readers who do not know the code. It opens offline.
 
-    groups.py     groups comparable runs, and runs that differ only by seed
-    over_time.py  \\
-    by_layer.py    | one file for each group of charts; a chart is a value (chart.py)
-    frontier.py   /
-    tables.py     tables of results; words.py: sentences and commands
-    page.py       assembles the page; page.css and page.js are included in it
+groups.py   groups comparable runs, and runs that differ only by seed
+charts.py   the charts, as values
+tables.py   tables of results; words.py: sentences and commands
+page.py     assembles the page; page.css and page.js are included in it
 """
 
 from growprune.report.page import write_page

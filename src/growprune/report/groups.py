@@ -11,10 +11,8 @@ from typing import Any
 from growprune.methods import METHODS
 from growprune.plan import declaration_of
 from growprune.runs import Record
-from growprune.runs.comparable import task_settings, varying
-from growprune.runs.metric import Metric
-from growprune.runs.result import Json
-from growprune.runs.table import RunRow, reference, rows_of
+from growprune.runs.result import Json, Metric
+from growprune.runs.table import RunRow, reference, rows_of, task_settings, varying
 
 SAME_FLOPS = 0.05
 """Largest relative difference of training FLOPs within one budget."""

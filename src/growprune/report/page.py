@@ -15,14 +15,22 @@ from growprune.errors import GrowpruneError, need
 from growprune.files.atomic import replacing
 from growprune.files.json_file import finite
 from growprune.report import tables, words
-from growprune.report.by_layer import layer_chart
-from growprune.report.chart import Chart, Style, Styles, Value, short
-from growprune.report.frontier import frontier_charts, time_chart
+from growprune.report.charts import (
+    Chart,
+    Style,
+    Styles,
+    Value,
+    charts_over_time,
+    frontier_charts,
+    layer_chart,
+    quantities,
+    short,
+    time_chart,
+)
 from growprune.report.groups import Group, group_runs, is_control, order
-from growprune.report.over_time import charts_over_time, quantities
 from growprune.runs import Record
-from growprune.runs.metric import in_full
-from growprune.runs.tuned import HEAD, cells_of, errors_of, notes_of, tunings_of
+from growprune.runs.result import in_full
+from growprune.runs.table import HEAD, cells_of, errors_of, notes_of, tunings_of
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Makes the browser block all network requests."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from growprune.report.chart import Value
+from growprune.report.charts import Value, inference_flops, training_flops
 from growprune.report.groups import Group
 from growprune.runs import Record
-from growprune.runs.metric import decimals, in_full, scaled
 from growprune.runs.record import say_small
+from growprune.runs.result import decimals, in_full, scaled
 from growprune.runs.table import RunRow
 
 MEANS_HEAD = (
@@ -40,16 +40,6 @@ def _cells(row: RunRow, dense: RunRow | None) -> Iterator[str]:
 
 def _say(value: float | None, how: Callable[[float], str]) -> str:
     return UNKNOWN if value is None else how(value)
-
-
-def training_flops(record: Record) -> float | None:
-    """FLOPs of the training. As an attribute of a row, they would be a share of dense training."""
-    return record.figure("training_flops")  # type: ignore[no-any-return]
-
-
-def inference_flops(record: Record) -> float | None:
-    """FLOPs of the last model for one example, without its zeros."""
-    return record.total("flops_sparse")  # type: ignore[no-any-return]
 
 
 def gap(row: RunRow, dense: RunRow | None) -> str:

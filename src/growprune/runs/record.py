@@ -1,18 +1,109 @@
-"""A run as read from its folder: finished, unfinished, failed or damaged."""
+"""A run as read from its folder: finished, unfinished, failed or damaged; and how runs are found.
+
+A folder, or one `results.json` for many: it has for each folder what its `result.json` had. Values that all runs share
+are stored once; lists of entries, such as the history, are stored as columns, and may be left out.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from growprune.errors import GrowpruneError
 from growprune.files import json_file
 from growprune.files.json_file import NUMBER
 from growprune.logs.rows import StandingRows, read_events
-from growprune.runs.metric import Metric
-from growprune.runs.result import Json, Result
+from growprune.runs.result import NAMES, Json, Metric, Result
+
+RESULTS = "results.json"
+"""Name of the file."""
+PACKED_FORMAT = 1
+_NAMES: json_file.Names = {
+    "format": int,
+    "shared": dict,
+    "runs": dict,
+    "runs.*": dict,
+    "tunings": dict,
+    "tunings.*": dict,
+}
+_LISTS = (("history",), ("sparsity", "rows"))
+"""Lists of entries in a result."""
+_ENTRY: Json = {"branch": None, "stage": 0, "edits": ""}
+"""What an entry of the history is if its columns were left out."""
+
+
+def read_packed(file: Path) -> tuple[dict[str, Json], dict[str, Json]]:
+    """The content of each `result.json` by folder, and of each `tuning.json` by folder."""
+    content = json_file.read(file, _NAMES, "restore it from where it came from")
+    if content["format"] != PACKED_FORMAT:
+        raise GrowpruneError(
+            f"{file} has format {content['format']}, this version reads {PACKED_FORMAT}. Upgrade growprune"
+        )
+    runs = {name: _merged(content["shared"], own) for name, own in content["runs"].items()}
+    for run in runs.values():
+        run["history"] = [_ENTRY | entry for entry in _entries(run.get("history"))]
+        run["sparsity"] = {**run["sparsity"], "rows": _entries(run["sparsity"].get("rows"))}
+    return runs, content["tunings"]
+
+
+def pack(runs: Mapping[str, Json], tunings: Mapping[str, Json]) -> Json:
+    """The content of the file, for results by folder whose lists may have been left out."""
+    packed = {name: _with_columns(run) for name, run in runs.items()}
+    shared = _shared([*packed.values()])
+    return {
+        "format": PACKED_FORMAT,
+        "shared": shared,
+        "runs": {name: _without(run, shared) for name, run in packed.items()},
+        "tunings": dict(tunings),
+    }
+
+
+def _with_columns(run: Json) -> Json:
+    run = {**run, "history": _columns(run.get("history", []))}
+    return run | {"sparsity": {**run["sparsity"], "rows": _columns(run["sparsity"].get("rows", []))}}
+
+
+def _columns(entries: Sequence[Json]) -> Json:
+    names = dict.fromkeys(name for entry in entries for name in entry)
+    return {name: [entry.get(name) for entry in entries] for name in names}
+
+
+def _entries(columns: Json | None) -> list[Json]:
+    """The entries of columns, without the fields that are null."""
+    found = columns or {}
+    rows = zip(*found.values(), strict=True)
+    return [{name: value for name, value in zip(found, row, strict=True) if value is not None} for row in rows]
+
+
+def _shared(runs: Sequence[Json]) -> Json:
+    """The values that all runs have, and of their parts, such as the recipe, the values that all have."""
+    found: Json = {}
+    for name in [name for name in (runs[0] if runs else ()) if all(name in run for run in runs)]:
+        values = [run[name] for run in runs]
+        if all(value == values[0] for value in values):
+            found[name] = values[0]
+        elif all(isinstance(value, dict) for value in values):
+            names = [key for key in values[0] if all(key in v and v[key] == values[0][key] for v in values)]
+            found[name] = {key: values[0][key] for key in names}
+    return found
+
+
+def _without(run: Json, shared: Json) -> Json:
+    kept = {name: value for name, value in run.items() if name not in shared}
+    for name in [name for name in run if name in shared and run[name] != shared[name]]:
+        kept[name] = {key: value for key, value in run[name].items() if key not in shared[name]}
+    return kept
+
+
+def _merged(shared: Json, own: Json) -> Json:
+    both = {name: shared[name] | value for name, value in own.items() if name in shared}
+    return {**shared, **own, **both}
+
 
 DENSE = "dense"
 """The method of the dense baseline. Any other method is one of those compared, also at sparsity 0."""
@@ -271,3 +362,132 @@ class Record:
 
 def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
+
+
+FORMAT = 4
+"""Format version of run folders. A run of another format is refused."""
+OWN = ("recipe", "format", "inode", "job")
+"""Keys of recipe.json that are not part of the origin."""
+_RECIPE: json_file.Names = {
+    **{"recipe.task.name": str, "recipe.method": str, "recipe.sparsity": NUMBER, "recipe.options?": dict},
+    **{"recipe.seed?": int, "recipe.accumulate?": int, "format?": int, "inode?": int, "job?": str},
+    **{"source?": str, "settings?": dict, "settings?.*": str, "row?": str, "files?": dict, "files?.*": str},
+}
+_TUNING: json_file.Names = {
+    **{"row": str, "sparsity": NUMBER, "grid": dict, "grid.*": list, "size": int, "seed": int, "metric": str},
+    **{"chosen?": str, "folder?": str, "points": list, "points.*.name": str, "points.*.folder": str},
+    **{"points.*.status": str, "points.*.validation?": NUMBER, "points.*.error": str},
+}
+"""Required fields of tuning.json."""
+
+
+def find_runs(paths: Sequence[Path]) -> list[Record]:
+    """Find every run at or below some paths, each once, in this order.
+
+    A path is a run folder, a folder of runs, a result.json, or a folder that a `results.json` stands for. A
+    folder without runs counts as a run that has not started.
+    """
+    found: dict[Path, Record] = {}
+    for record in (record for path in paths for record in _records(Path(path))):
+        found.setdefault(record.path.resolve(), record)
+    names = _names([*(record.path for record in found.values())])
+    return [replace(record, name=name) for record, name in zip(found.values(), names, strict=True)]
+
+
+def _records(given: Path) -> Iterator[Record]:
+    if not given.exists():
+        study = next((folder for folder in given.parents if (folder / RESULTS).is_file()), None)
+        records = [] if study is None else _packed(study, given)
+        if not records:
+            raise GrowpruneError(f"{given} does not exist. Give run folders, folders of runs, or result.json files")
+        yield from records
+        return
+    if given.is_file() and given.name != RESULTS:
+        yield read_run(given.parent if given.name == "result.json" else given)  # the folder has more to show
+        return
+    is_empty = True
+    for folder, subfolders, files in os.walk(given.parent if given.is_file() else given):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if "result.json" in files or "recipe.json" in files:
+            is_empty = False
+            subfolders.clear()  # what lies in a run belongs to it, such as its earlier results
+            yield read_run(Path(folder))
+        elif RESULTS in files:
+            is_empty = False
+            yield from _packed(Path(folder), Path(folder))
+    if is_empty:
+        yield read_run(given)
+
+
+def _packed(folder: Path, below: Path) -> list[Record]:
+    """The runs at or below a path, from the results file of a folder."""
+    try:
+        runs, tunings = read_packed(folder / RESULTS)
+    except (GrowpruneError, OSError) as error:
+        return [Record(folder / RESULTS, damage=" ".join(str(error).split()))]
+    records = []
+    for name, content in runs.items():
+        place = folder / name
+        if below in (place, *place.parents) and not (place / "result.json").exists():
+            tuning = tunings.get(Path(name).parent.parent.as_posix(), {})
+            if wrong := json_file.fault(content, NAMES):
+                records.append(Record(place, damage=f"{folder / RESULTS} is damaged ({wrong} in {name})"))
+            else:
+                result = Result.from_dict(content)
+                records.append(Record(place, "", result.recipe, result.origin, result, tuning=tuning))
+    return records
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    """The shortest paths that distinguish the runs."""
+    folders = [place.parent if place.is_file() else place for place in places]
+    if len(set(folders)) < len(folders):  # several files of a folder
+        folders = list(places)
+    common = Path(os.path.commonpath(folders)) if len(folders) > 1 else Path(*folders).parent
+    return [folder.relative_to(common).as_posix() for folder in folders]
+
+
+def read_recipe(folder: Path) -> Json:
+    """Read recipe.json. Raise GrowpruneError if the folder has no run, or one of another format."""
+    file = folder / "recipe.json"
+    try:
+        content = json_file.read(file, _RECIPE, "restore a copy of it, or start a new run elsewhere")
+    except OSError as error:
+        raise GrowpruneError(
+            f"{folder} is no run folder: cannot read {file.name} ({error.strerror or error}). Give the folder that "
+            f"was --out of `growprune train`"
+        ) from error
+    if (found := content.get("format") or 1) != FORMAT:
+        age, remedy = ("a newer", "upgrade growprune") if found > FORMAT else ("an older", "start a new run")
+        raise GrowpruneError(
+            f"{folder} was started by {age} growprune: it has format {found}, this version reads {FORMAT}. Use that "
+            f"version, or {remedy}"
+        )
+    return content
+
+
+def origin_of(content: Json) -> Json:
+    """How to find the recipe again, from the content of recipe.json."""
+    return {name: value for name, value in content.items() if name not in OWN}
+
+
+def read_run(place: Path, name: str = "") -> Record:
+    """Read a run from its folder, or from a result file. A damaged run becomes a record that says why."""
+    file = place if place.is_file() else place / "result.json"
+    try:
+        stored = read_recipe(place) if (place / "recipe.json").exists() else {"recipe": {}}
+        tuning = _read_tuning(file.parent)
+        if not file.exists():
+            return Record(place, name, stored["recipe"], origin_of(stored), tuning=tuning)
+        result = Result.read(file)
+        return Record(place, name, result.recipe, origin_of(stored) or result.origin, result, tuning=tuning)
+    except (GrowpruneError, OSError) as error:
+        return Record(place, name, damage=" ".join(str(error).split()))
+
+
+def _read_tuning(folder: Path) -> Json:
+    """Read tuning.json of the row of a run, if the run is a point of a grid."""
+    file = folder.parent.parent / TUNING
+    if not file.exists():
+        return {}
+    return json_file.read(file, _TUNING, "remove it and run growprune compare again to write it again")

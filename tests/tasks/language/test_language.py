@@ -21,7 +21,7 @@ from growprune.engine import building
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import find
-from growprune.runs.metric import Metric
+from growprune.runs.result import Metric
 from growprune.tasks.language import Language, cut
 
 CPU = torch.device("cpu")
