@@ -134,9 +134,15 @@ def test_links_out_of_the_docs_are_named_only_from_folders_too(page: str, shown:
 
 def test_every_public_name_is_in_the_reference() -> None:
     reference = (DOCS / "api.md").read_text()
-    homes = {f"::: {growprune._HOME[name]}.{name}" for name in growprune.__all__ if name not in MODULES}
+    public = {name: getattr(growprune, name) for name in growprune.__all__ if name not in MODULES}
+    homes = {f"::: {growprune._HOME[name]}.{thing.__name__}" for name, thing in public.items()}
     homes |= {f"::: {method.__module__}.{method.__qualname__}" for method in METHODS.values()}
     assert homes - set(reference.splitlines()) == set()
+
+
+def test_the_tables_of_the_reference_are_those_that_the_script_writes() -> None:
+    written = runpy.run_path(str(DOCS / "api_summary.py"))["page"]()
+    assert (DOCS / "api.md").read_text() == written, "run docs/api_summary.py"
 
 
 def test_the_reference_has_the_public_methods_of_a_sparse_model_only() -> None:

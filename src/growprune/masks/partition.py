@@ -397,7 +397,9 @@ def named(parts: Sequence[Sequence[str]]) -> Named:
     return Named(tuple(tuple(names) for names in parts))
 
 
-contiguous, balanced, per_layer = Contiguous, Balanced, PerLayer
+contiguous = Contiguous
+balanced = Balanced
+per_layer = PerLayer
 PartitionConfig: TypeAlias = Contiguous | Named | PerLayer
 KINDS: dict[str, Callable[..., PartitionConfig]] = {
     "contiguous": contiguous,
