@@ -27,7 +27,7 @@ from compact_training import device, fused, median_seconds, next_token_loss, pea
 from models import LanguageModel
 from torch import Tensor, nn
 
-from growprune.storage import block_products, blocks, kernels
+from growprune.storage import block_products, kernels
 
 SHAPES = [(4096, 4096), (16384, 4096), (4096, 16384)]
 """Outputs and inputs."""
@@ -86,7 +86,7 @@ class Layer:
     def __init__(self, shape: tuple[int, int], side: int, sparsity: float, tokens: int) -> None:
         torch.manual_seed(0)
         mask = random_blocks(*shape, side, sparsity)
-        found = blocks.live_blocks(mask, side, side)
+        found = block_products.live_blocks(mask, side, side)
         assert found is not None
         self.blocks, self.side = found, side
         dtype = torch.bfloat16 if device().type == "cuda" else torch.float32

@@ -39,7 +39,7 @@ from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
 from growprune.storage import block_products
-from growprune.storage.layout import Layout
+from growprune.storage.kernels import Layout
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from growprune.masks.partition import Partition
 from growprune.masks.patterns import parse_pattern
 from growprune.plan import By
 from growprune.sparse.model import SparseModel
-from growprune.storage import block_products, blocks, kernels
-from growprune.storage.compact_modules import layouts_of
+from growprune.storage import block_products, kernels
+from growprune.storage.compact import layouts_of
 
 ALIVE = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)
 """With an empty row and an empty column."""
@@ -55,13 +55,13 @@ def operands(
     mask = mask_of(alive, height, width)
     shapes = mask.shape, (tokens, mask.shape[1]), (tokens, mask.shape[0])
     weight, x, dy = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    found = blocks.live_blocks(mask.to(device), height, width)
+    found = block_products.live_blocks(mask.to(device), height, width)
     assert found is not None
     return found, x.to(device), dy.to(device), weight[mask].to(device), (weight * mask).to(device)
 
 
 def test_the_table_says_where_live_blocks_are() -> None:
-    found = blocks.live_blocks(mask_of(ALIVE, 32, 64), 32, 64)
+    found = block_products.live_blocks(mask_of(ALIVE, 32, 64), 32, 64)
     assert found is not None
     assert found.sizes == (3, 4, 4, 32, 64)
     assert found.table.dtype == torch.int32
@@ -80,7 +80,7 @@ def test_the_table_says_where_live_blocks_are() -> None:
 def test_a_mask_that_splits_a_block_has_no_table() -> None:
     mask = mask_of(ALIVE, 32, 32)
     mask[0, 32] = False
-    assert blocks.live_blocks(mask, 32, 32) is None
+    assert block_products.live_blocks(mask, 32, 32) is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_mask_that_splits_a_block_has_no_table() -> None:
     ],
 )
 def test_products_are_for_large_blocks_that_fit(pattern: str, shape: tuple[int, ...], found: Any) -> None:
-    assert blocks.block_of(parse_pattern(pattern), "fc.weight", torch.Size(shape)) == found
+    assert block_products.block_of(parse_pattern(pattern), "fc.weight", torch.Size(shape)) == found
 
 
 def test_a_layer_that_blocks_do_not_fill_is_named_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
@@ -376,7 +376,7 @@ def test_a_way_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_pays_up_to_a_density(alive: int, height: int, width: int, pays: bool) -> None:
     # 8 blocks: 30 % are 2.4 of them, and 20 % are 1.6
-    assert blocks.LiveBlocks(torch.zeros(1, dtype=torch.int32), (2, 4, alive, height, width)).pays is pays
+    assert block_products.LiveBlocks(torch.zeros(1, dtype=torch.int32), (2, 4, alive, height, width)).pays is pays
 
 
 # On a GPU

@@ -27,7 +27,7 @@ from growprune.methods import cyclic_gap, parallel_gap
 from growprune.plan import By
 from growprune.sparse.init import reset
 from growprune.sparse.model import SparseModel
-from growprune.storage.compact_modules import layouts_of
+from growprune.storage.compact import layouts_of
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(8, 16), (3, 8)),

@@ -29,7 +29,7 @@ from growprune.masks.layers import Weight, dense_shape, layer_weights, shape_of
 from growprune.masks.patterns import Pattern, Unstructured
 from growprune.sparse.model import SparseModel
 from growprune.storage.adapters import leaving_masks
-from growprune.storage.compact_modules import layouts_of, make_plain
+from growprune.storage.compact import layouts_of, make_plain
 
 WORTHWHILE_ON_A_GPU = 0.4
 """The sparsity below which no format of a GPU is faster than a dense layer."""

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growprune.sharding.handles import Handle
-from growprune.storage.compact import Compact
+from growprune.storage.compact import Compact, set_layout
 from growprune.storage.compact_layers import hand_over
-from growprune.storage.compact_modules import set_layout
-from growprune.storage.layout import Layout
+from growprune.storage.kernels import Layout
 
 
 class ShardedCompact(Compact):

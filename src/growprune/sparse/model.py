@@ -49,7 +49,7 @@ from growprune.sparse.stepper import (
 from growprune.sparse.summary import Summary, summarise
 from growprune.storage import Masked, SparseParameter, make_plain, store
 from growprune.storage.adapters import stored_in
-from growprune.storage.compact_modules import layouts_of
+from growprune.storage.compact import layouts_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

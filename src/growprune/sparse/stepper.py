@@ -25,8 +25,8 @@ from growprune.errors import GrowpruneError
 from growprune.masks.bits import like, whole
 from growprune.sparse.checks import INSTEAD
 from growprune.storage import SparseParameter
+from growprune.storage.masked import is_wrapped, plain
 from growprune.storage.parameter import uncompiled
-from growprune.storage.wrapped import is_wrapped, plain
 
 if TYPE_CHECKING:
     from growprune.sparse.model import SparseModel

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.layers import conv1d_of_transformers, is_adapter
-from growprune.storage.compact_modules import layouts_of
+from growprune.storage.compact import layouts_of
 from growprune.storage.parameter import SparseParameter
 
 SPARSE_PARAMETERS = "_growprune_sparse_parameters"

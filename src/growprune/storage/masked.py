@@ -21,7 +21,6 @@ from growprune.masks.bits import unpack
 from growprune.masks.patterns import CPU_CHUNK, Pattern
 from growprune.storage import kernels
 from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
-from growprune.storage.wrapped import is_wrapped, zero_wrapped_off
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
@@ -273,3 +272,32 @@ def zero_off(mask: Tensor, tensor: Tensor) -> None:
     for some_bits, some_mask in pairs:
         wide = some_mask.to(bits.dtype)
         some_bits.bitwise_and_(wide.neg_() if mask.dtype == torch.bool else wide)
+
+
+# Tensor subclasses with few operations, such as quantized optimizer state (torchao's 8-bit optimizers). An optimizer
+# reads and writes its state by copying, so such a tensor can always be copied to a plain one and back.
+
+_PLAIN = Tensor.__torch_dispatch__
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """True for a tensor subclass that overrides operations, except shards (DTensor), which support them all."""
+    return type(tensor).__torch_dispatch__ is not _PLAIN and not hasattr(tensor, "device_mesh")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as a plain tensor. A plain tensor is returned unchanged."""
+    if not is_wrapped(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@torch.no_grad()
+def zero_wrapped_off(mask: Tensor, tensor: Tensor) -> None:
+    """Set a wrapped tensor to zero where a mask is False, as far as it can represent zeros.
+
+    It is written to only if that changes something, because quantizing again may round again.
+    """
+    values = plain(tensor)
+    if bool(values.masked_fill(mask, 0).any()):
+        tensor.copy_(torch.where(mask, values, 0))

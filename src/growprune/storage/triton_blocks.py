@@ -4,7 +4,7 @@
 
 The values of compact storage lie in row-major order. So a row of the weight has the rows of its live blocks one after
 another, and a block is a plain matrix with a stride: the number of live blocks beside it times its width. The table
-that says where they are is one flat int32 tensor; `growprune.storage.blocks` describes it.
+that says where they are is one flat int32 tensor; `growprune.storage.block_products` describes it.
 
 Every tile of a result belongs to one program, which adds up in a fixed order in float32: the same bits each time.
 Programs that read the same tokens run side by side, as the second axis of the grid, of tokens, is the slow one.

@@ -26,7 +26,7 @@ from growprune.sparse.model import SparseModel, named_tensors
 from growprune.sparse.model import check_settings as check_decisive
 from growprune.sparse.stepper import KEEPS_ZEROS, LR_RAMP, check_optimizer, unwrapped
 from growprune.sparse.summary import Summary
-from growprune.storage.wrapped import is_wrapped
+from growprune.storage.masked import is_wrapped
 from growprune.training.settings import BY_DATA, FirstMask, PartsLike, Settings, describe
 
 log = logging.getLogger("growprune")
