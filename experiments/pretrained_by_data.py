@@ -87,7 +87,7 @@ class Study:
 ON_CPU = {"device": "cpu", "precision": "fp32", "evaluate_every": 100, "candidates": "false", "exploration": "false"}
 SMALL_GPT = {"heads": 4, "d_model": 64, "ffn": 256, "layers": 3, "context": 64, "batch_size": 16, "dropout": 0}
 SMALL_NET = {"width": 8, "batch_size": 32, "num_validation": 500, "workers": 0, "crop": "resized", "min_scale": 0.5}
-SMALL_NET |= {"image_size": 16, "in_memory": False}
+SMALL_NET |= {"image_size": 16, "in_memory": "false"}
 ENDS = {"keep_dense": '["conv1", "fc"]'}
 
 
