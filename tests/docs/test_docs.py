@@ -12,9 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from paths import ROOT
 from test_blocks import code_of
-from test_readme import ROOT
 
 import growprune
 from growprune.methods import METHODS
@@ -28,67 +27,12 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.S)
 
 
-def names_of(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the code of a page leaves, run as printed."""
-    monkeypatch.chdir(folder)
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    exec(code_of(DOCS / f"{page}.md"), names)
-    return names
-
-
-def test_the_first_loop_ends_with_a_tenth_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sparsifier = names_of("index", tmp_path, monkeypatch)["sparsifier"]
-    assert sparsifier.is_finished
-    assert sparsifier.sparse.num_alive == 40960  # of 64 x 256 + 6 x 256 x 256
-
-
-def test_the_loop_over_phases_ends_sparse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = names_of("own-loop", tmp_path, monkeypatch)
-    assert names["cursor"].is_over
-    assert names["sparse"].num_alive == 819 + 1638 + 128  # of 64 x 128, 128 x 128 and 128 x 10
-
-
-def test_the_digits_of_the_tutorial_resume_exactly_and_make_a_file_of_the_size_it_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = names_of("tutorial-digits", tmp_path, monkeypatch)
-    assert names["sparsifier"].sparse.num_alive == 2794  # a tenth of 288 + 3 * 9,216
-    assert all(map(torch.equal, names["model"].state_dict().values(), names["resumed"].state_dict().values()))
-    page = (DOCS / "tutorial-digits.md").read_text()
-    exact = [line for line in capsys.readouterr().out.splitlines() if "images" in line or line.startswith("Sparsifier")]
-    assert [line for line in exact if line not in page] == []
-    (size,) = re.findall(r"bytes, sparse ([\d,]+) bytes", page)
-    assert (tmp_path / "model.safetensors").stat().st_size == pytest.approx(int(size.replace(",", "")), rel=0.05)
-
-
-@pytest.mark.filterwarnings("ignore:deployed, the model takes")  # a model so small may be faster in torch
-def test_the_model_on_the_page_about_deploying_gives_the_same_in_every_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    exec(code_of(DOCS / "deploying.md"), names)
-    with torch.no_grad():
-        expected = names["plain"](names["example"])
-        assert torch.equal(names["served"](names["example"]), expected)
-    for outputs in (names["outputs"], names["again"](names["example"])):
-        assert (outputs - expected).abs().max() <= 1e-5 * expected.abs().max()
-    live = sum(int((names["tensors"][name] != 0).sum()) for name in ("0.weight", "2.weight", "5.weight"))
-    assert live == 13611  # a tenth of 432 + 4,608 + 131,072
-
-
-def test_the_models_on_the_page_about_memory_are_compact() -> None:
-    names: dict[str, Any] = {}
-    threads = torch.autograd.is_multithreading_enabled()
-    try:
-        exec(code_of(DOCS / "memory.md"), names)
-        assert not torch.autograd.is_multithreading_enabled()
-    finally:
-        torch.autograd.set_multithreading_enabled(threads)
-    assert names["sparsifier"].sparse.storage == names["sparse"].storage == "compact"
-    assert names["sparse"].num_alive == 16384 + 6554 + 256  # the part that is dense, and a tenth of the others
+def test_twelve_lines_load_prune_retrain_and_generate() -> None:
+    page = (DOCS / "pretrained.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page.split("## Load, prune, retrain, generate")[1], re.S)[0]
+    assert "These 12 lines take" in page
+    assert len(code.splitlines()) == 12
+    assert ".generate(" in code.splitlines()[-1]
 
 
 def test_the_algorithm_shown_is_the_code_that_runs() -> None:

@@ -5,41 +5,17 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 from paths import ROOT
 from torch.distributed.run import get_args_parser
 
-import growprune
 from growprune.engine.cost import estimate
 from growprune.engine.override import override, parse_settings
 from growprune.methods import METHODS
 from growprune.recipes import RECIPES
 
 README = (ROOT / "README.md").read_text()
-
-
-def blocks() -> list[str]:
-    """The Python code of the README."""
-    return re.findall(r"```python\n(.*?)```", README, re.S)
-
-
-def test_the_plain_loop_ends_sparse_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec("\n".join(blocks()[:2]), names)
-    sparsifier = names["sparsifier"]
-    assert sparsifier.is_finished
-    assert sparsifier.sparse.num_alive == 40960  # a tenth of 64 x 256 + 6 x 256 x 256
-    assert gp_names(tmp_path / "model.safetensors") == {f"{2 * i}.weight" for i in range(7)}
-
-
-def gp_names(path: Path) -> set[str]:
-    """The sparse weights in a file."""
-    tensors = growprune.manifest(path)["tensors"]
-    return {name for name, about in tensors.items() if "nnz" in about}
 
 
 PAGES = [ROOT / "README.md", ROOT / "experiments" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
