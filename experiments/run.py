@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from growprune.files import json_file
+from growprune.files import disk
 from growprune.runs.record import RESULTS, pack, read_packed
 
 HERE = Path(__file__).parent
@@ -157,7 +157,7 @@ def keep(runs: Path, folder: Path, *, with_curves: bool = False) -> None:
     for file in sorted(runs.rglob("tuning.json")):
         tunings[file.parent.relative_to(runs).as_posix()] = json.loads(file.read_text())
     found, tunings = ({name: each[name] for name in sorted(each, key=_in_folders)} for each in (found, tunings))
-    content = json_file.finite(pack(found, tunings))
+    content = disk.finite(pack(found, tunings))
     lines = [f'"format": {content["format"]},\n"shared": {json.dumps(content["shared"])}']
     for part in ("runs", "tunings"):  # a line for each run
         entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in content[part].items())

@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "files": f"{LIBRARY} sharding",
     "training": f"{LIBRARY} files",
     "deployment": f"{LIBRARY} files",
-    "tasks": "files.atomic",
-    "logs": "files.atomic",
+    "tasks": "files.disk",
+    "logs": "files.disk",
     "runs": "files logs",
     "engine": f"{LIBRARY} sharding files training logs runs tasks.task",
     "recipes": f"{LIBRARY} tasks engine",
@@ -62,7 +62,7 @@ def imports_of(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are written in full"
             module = node.module or ""
-            # `from growprune.files import atomic` imports growprune.files.atomic
+            # `from growprune.files import disk` imports growprune.files.disk
             yield from (f"{module}.{alias.name}" for alias in node.names) if module.count(".") < 2 else (module,)
 
 
@@ -96,7 +96,7 @@ def test_an_upward_import_inside_a_function_is_seen() -> None:
     source = "def save():\n    from growprune.engine.recipe import Recipe\n"
     assert upward_imports("sparse", source) == ["engine.recipe"]
     assert upward_imports("cli", source) == []
-    assert upward_imports("tasks", "from growprune.files import atomic, writer") == ["files.writer"]
+    assert upward_imports("tasks", "from growprune.files import disk, writer") == ["files.writer"]
 
 
 def test_rows_go_from_the_lowest_layer_to_the_highest() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import growprune as gp
-from growprune.masks.inspection import is_normalized
+from growprune.masks.layers import is_normalized
 
 
 def mlp(depth: int, *, normalized: bool = False) -> nn.Sequential:

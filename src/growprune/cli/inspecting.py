@@ -53,7 +53,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 def _inspect_run(path: Path, as_json: bool) -> None:
     from growprune.engine import RunFolder
-    from growprune.files.json_file import finite
+    from growprune.files.disk import finite
     from growprune.runs import read_run
 
     run = read_run(path)

@@ -17,8 +17,7 @@ from typing import Any
 
 from growprune.compare.jobs import writing_to
 from growprune.errors import GrowpruneError
-from growprune.files.atomic import replacing
-from growprune.files.json_file import finite
+from growprune.files.disk import finite, replacing
 from growprune.runs.record import Record, say_small
 from growprune.runs.result import Json, Metric, decimals, in_full
 from growprune.runs.table import HEAD as TUNING_HEAD

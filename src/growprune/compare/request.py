@@ -31,7 +31,7 @@ from growprune.compare.typed import LONGEST, Grid, Point, Row, parse_grid, parse
 from growprune.engine.override import absolute, digests, override, parse_settings
 from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.errors import GrowpruneError
-from growprune.files import json_file
+from growprune.files import disk
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
 from growprune.runs import Record, find_runs
@@ -285,7 +285,7 @@ class Request:
             folder = trials[0].folder.parent.parent
             with writing_to(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                json_file.write(folder / TUNING, self._try(trials))
+                disk.write_json(folder / TUNING, self._try(trials))
 
     def _trials(self) -> dict[Cell, list[Job]]:
         """For each line of the table, the tuning runs: those with the first seed. Empty without a grid."""

@@ -18,7 +18,7 @@ from growprune.deployment.example import Example, first_line
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
-from growprune.files.atomic import replacing
+from growprune.files.disk import replacing
 
 DEPLOY_AGAIN = "change the original model and deploy it again, with device='cpu' or 'cuda'"
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
-from growprune.files import atomic, json_file
-from growprune.files.json_file import finite
+from growprune.files import disk
+from growprune.files.disk import finite
 from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
-from growprune.plan.folding import Row, fold
+from growprune.plan.phases import Row, fold
 from growprune.runs.record import FORMAT, origin_of, read_recipe
 from growprune.runs.result import SCORE, Result
 from growprune.runs.table import MAY_CHANGE, flat
@@ -30,15 +30,15 @@ from growprune.runs.table import MAY_CHANGE, flat
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""
 
-_ROW: json_file.Names = {
+_ROW: disk.Names = {
     "stage": int,
     "branch": (int, type(None)),
     "edits": str,
     "epoch": int,
     "alive": int,
-    "explored?": json_file.NUMBER,
-    "churn?": json_file.NUMBER,
-    "grown?": json_file.NUMBER,
+    "explored?": disk.NUMBER,
+    "churn?": disk.NUMBER,
+    "grown?": disk.NUMBER,
     "validation?.*": SCORE,
     "candidate?.*": SCORE,
 }
@@ -100,7 +100,7 @@ class RunFolder:
             if not _lock(descriptor, PATIENCE):
                 raise GrowpruneError(f"{self.path} is in use by another process. Wait for it, or stop it first")
             for folder in (self.path, self.checkpoints, *self.checkpoints.glob("branches/*")):
-                atomic.remove_leftovers(folder)
+                disk.remove_leftovers(folder)
             yield
         finally:
             os.close(descriptor)
@@ -115,7 +115,7 @@ class RunFolder:
     def write_recipe(self, recipe: Recipe, origin: dict[str, Any]) -> None:
         """Write recipe.json. `origin` says how to find the recipe again."""
         here = {"inode": self.path.stat().st_ino} | ({"job": job()} if job() else {})
-        json_file.write(self.recipe, {"format": FORMAT, **here, **origin, "recipe": describe(recipe)})
+        disk.write_json(self.recipe, {"format": FORMAT, **here, **origin, "recipe": describe(recipe)})
 
     def is_made_here(self) -> bool:
         """True if this user started the run in this folder. A copied or unpacked folder has another inode."""
@@ -130,13 +130,13 @@ class RunFolder:
         """Store files that a task made from its data. Raise if a stored file differs."""
         for name, content in files.items():
             path = self.path / name
-            if path.exists() and atomic.plain_file(path).read_bytes() != content:
+            if path.exists() and disk.plain_file(path).read_bytes() != content:
                 raise GrowpruneError(
                     f"{path} differs from what the data gives now: the data, or the file of initial weights, changed "
                     f"since the run started. Restore it, or start a new run"
                 )
             if not path.exists() and self.rank == 0:
-                with atomic.replacing(path) as file:
+                with disk.replacing(path) as file:
                     file.write(content)
 
     def read_origin(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class RunFolder:
     def check_model(self, result: Mapping[str, Any]) -> None:
         """Raise if the model file of a finished run is missing or has another length or a damaged header."""
         try:
-            length = atomic.plain_file(self.model).stat().st_size
+            length = disk.plain_file(self.model).stat().st_size
             if length != result["file_bytes"]:
                 raise GrowpruneError(f"it has {length} bytes instead of {result['file_bytes']}")
             with open_sparse(self.model):
@@ -170,29 +170,29 @@ class RunFolder:
         folder = self.branch(stage, branch)
         names = {"rows": list, "cost": dict, **{f"rows.*.{name}": kind for name, kind in _ROW.items()}}
         remedy = f"remove {folder} and resume the run to train that branch again"
-        content = json_file.read(folder / "rows.json", names, remedy)
+        content = disk.read_json(folder / "rows.json", names, remedy)
         return content["rows"], content["cost"]
 
     def write_rows(self, stage: int, branch: int, rows: Sequence[dict[str, Any]], cost: Mapping[str, Any]) -> None:
         folder = self.branch(stage, branch)
         folder.mkdir(parents=True, exist_ok=True)
-        json_file.write(folder / "rows.json", {"rows": list(rows), "cost": dict(cost)})
+        disk.write_json(folder / "rows.json", {"rows": list(rows), "cost": dict(cost)})
 
     def write_plan(self, plan: Plan) -> None:
         """Write the parts and the phases. Similar phases share a row, because a long plan has thousands."""
         content = {"parts": parts_of(plan), "phases": phases_of(plan), "sha256": digest_of(plan)}
-        json_file.write(self.plan, content)
+        disk.write_json(self.plan, content)
 
     def read_plan(self) -> dict[str, Any]:
         """Read plan.json. Empty if the file is missing or damaged, because training does not depend on it."""
         try:
-            return json_file.read(self.plan, {"parts": dict, "phases": list, "sha256": str}, "")
+            return disk.read_json(self.plan, {"parts": dict, "phases": list, "sha256": str}, "")
         except (OSError, GrowpruneError):
             return {}
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append a line to the log. If a kill cut the last line short, end it first."""
-        line = json.dumps(json_file.finite({"time": round(time.time(), 3), **event})) + "\n"
+        line = json.dumps(disk.finite({"time": round(time.time(), 3), **event})) + "\n"
         try:
             with self.log.open("a+b") as log:
                 if log.tell() and log.seek(-1, 2) >= 0 and log.read(1) != b"\n":

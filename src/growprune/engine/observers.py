@@ -29,7 +29,7 @@ from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import TrainingDiverged
 from growprune.errors import GrowpruneError, shorten
 from growprune.files import sparse_file as file
-from growprune.files.atomic import plain_file, replacing
+from growprune.files.disk import plain_file, replacing
 from growprune.masks.bits import Snapshot
 from growprune.plan import ScheduledPhase
 from growprune.runs.result import Metric

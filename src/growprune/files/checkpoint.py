@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
-from growprune.files.atomic import plain_file, sync
+from growprune.files.disk import plain_file, sync
 
 FILES = ("tensors.safetensors", "state.json")
 _NAME = re.compile("[0-9]{8,12}")

@@ -19,7 +19,7 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.atomic import replacing
+from growprune.files.disk import replacing
 from growprune.files.exporters import to_dense, to_openvino, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model

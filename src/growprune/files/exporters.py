@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, need
-from growprune.files.atomic import meant, replacing, sync
+from growprune.files.disk import meant, replacing, sync
 from growprune.files.manifest import DTYPES
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import is_compact, tensors_of

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from growprune.files.atomic import plain_file, replacing
+from growprune.files.disk import plain_file, replacing
 from growprune.plan import Plan
 from growprune.sparse.cursor import cursor_of
 from growprune.sparse.model import SparseModel

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from growprune.errors import GrowpruneError, need, shorten, warn
-from growprune.files.atomic import meant
+from growprune.files.disk import meant
 from growprune.files.exporters import plain, quiet, to_be_moved
 from growprune.masks.layers import tensors_of
 from growprune.sparse.model import SparseModel

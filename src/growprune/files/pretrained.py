@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from growprune.errors import GrowpruneError, shorten
 from growprune.files import sparse_file as file
-from growprune.files.atomic import replacing
+from growprune.files.disk import replacing
 from growprune.files.model_card import write_model_card
 from growprune.files.reader import is_ours, open_safetensors
 from growprune.files.weights_file import ABOUT, DENSE, SPARSE, digest_of, sparse_file

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError
-from growprune.files import json_file
-from growprune.files.atomic import replacing
+from growprune.files import disk
+from growprune.files.disk import replacing
 from growprune.masks.bits import pack
 from growprune.sharding.parameter import ShardedCompact
 from growprune.sparse.model import named_tensors
@@ -153,7 +153,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         why = "its checkpoint is incomplete" if folder.is_dir() else "the folder does not exist"
         raise GrowpruneError(f"{folder} has no {INDEX}, because {why}: {remedy}")
-    index = json_file.read(path, {"format": str}, remedy)
+    index = disk.read_json(path, {"format": str}, remedy)
     if index.get("format") != "growprune-state" or index.get("version") != VERSION:
         found = f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}"
         raise GrowpruneError(f"{found}: train again, or update growprune")

@@ -42,7 +42,8 @@ def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | Non
 
 def write_file(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
     """Write a sparse model to a file as `save` does, without the warning about an unfinished plan."""
-    check_values(values)
+    if values is not None:
+        check_values(values)
     warn_of_unsaved(sparse.model)
     sparse.notice_shards()
     write(sparse, Path(path), {weight.parameter for weight in sparse.weights} if values is not None else ())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.atomic import replacing
+from growprune.files.disk import replacing
 from growprune.files.manifest import (
     DTYPES,
     GAP_DTYPES,

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-from growprune.files.atomic import replacing
+from growprune.files.disk import replacing
 from growprune.logs.rows import Row
 
 

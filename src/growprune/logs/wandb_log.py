@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from growprune.errors import need
-from growprune.files.atomic import plain_file, replacing
+from growprune.files.disk import plain_file, replacing
 from growprune.logs.rows import Row
 
 STEP = "iteration"

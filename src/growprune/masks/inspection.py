@@ -111,15 +111,6 @@ def _parameter_of(node: Any) -> Tensor | None:
     return node.variable  # type: ignore[no-any-return]
 
 
-def is_normalized(model: nn.Module) -> bool:
-    """True if a model has a layer such as BatchNorm or RMSNorm, which brings activations to one size.
-
-    >>> is_normalized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))), is_normalized(nn.Linear(4, 4))
-    (True, False)
-    """
-    return any(map(is_norm, model.modules()))
-
-
 # Is it sparse already?
 
 LEAST = 0.05

@@ -135,6 +135,16 @@ def is_norm(module: Any) -> bool:
     return NORM.fullmatch(type(module).__name__) is not None and not own_weights(module)
 
 
+def is_normalized(model: Any) -> bool:
+    """True if a model has a layer such as BatchNorm or RMSNorm, which brings activations to one size.
+
+    >>> from torch import nn
+    >>> is_normalized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))), is_normalized(nn.Linear(4, 4))
+    (True, False)
+    """
+    return any(map(is_norm, model.modules()))
+
+
 REGISTERED: dict[type, dict[str, str]] = {}
 """Layers registered by users: class -> axes of each of its weights."""
 

@@ -9,32 +9,30 @@ A plan builds values and changes nothing. It can be listed, printed, costed and 
 Resuming skips the phases that are done.
 """
 
-from growprune.plan.edits import (
+from growprune.plan.phases import (
     Action,
+    Branch,
     By,
+    Declaration,
     Edit,
+    Fork,
     InitialMask,
     Part,
     Parts,
-    Score,
-    Spread,
-    first_by,
-    grow,
-    parse_choice,
-    prune,
-)
-from growprune.plan.phases import (
-    Branch,
-    Declaration,
-    Fork,
     Phase,
     Plan,
     Rule,
     ScheduledPhase,
+    Score,
+    Spread,
     Stage,
     declaration_of,
+    first_by,
+    grow,
     method,
     next_edits,
+    parse_choice,
+    prune,
     walk,
 )
 

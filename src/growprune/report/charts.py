@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from growprune.files import json_file
+from growprune.files import disk
 from growprune.methods import METHODS
 from growprune.report.groups import Group
 from growprune.runs import Record
@@ -264,8 +264,8 @@ def _phases(record: Record) -> Iterator[tuple[Key, Json]]:
     """The start of each phase. A phase that a kill undid counts once."""
     ends = [(entry["iteration"], entry["epoch"]) for entry in record.history if entry.get("iteration")]
     per_epoch = max((iteration / epoch for iteration, epoch in ends if epoch), default=0)
-    wanted: json_file.Names = {"index": int, "stage": int, "iteration": int, "alive": int}
-    events = [event for event in record.events if event["event"] == "phase" and not json_file.fault(event, wanted)]
+    wanted: disk.Names = {"index": int, "stage": int, "iteration": int, "alive": int}
+    events = [event for event in record.events if event["event"] == "phase" and not disk.fault(event, wanted)]
     for event in {event["index"]: event for event in events}.values() if per_epoch else ():
         yield (event["iteration"] / per_epoch, True, event["stage"]), event
 

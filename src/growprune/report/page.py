@@ -12,8 +12,7 @@ from typing import Any
 
 import growprune
 from growprune.errors import GrowpruneError, need
-from growprune.files.atomic import replacing
-from growprune.files.json_file import finite
+from growprune.files.disk import finite, replacing
 from growprune.report import tables, words
 from growprune.report.charts import (
     Chart,

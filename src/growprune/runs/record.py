@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from growprune.errors import GrowpruneError
-from growprune.files import json_file
-from growprune.files.json_file import NUMBER
+from growprune.files import disk
+from growprune.files.disk import NUMBER
 from growprune.logs.rows import StandingRows, read_events
 from growprune.runs.result import NAMES, Json, Metric, Result
 
 RESULTS = "results.json"
 """Name of the file."""
 PACKED_FORMAT = 1
-_NAMES: json_file.Names = {
+_NAMES: disk.Names = {
     "format": int,
     "shared": dict,
     "runs": dict,
@@ -39,7 +39,7 @@ _ENTRY: Json = {"branch": None, "stage": 0, "edits": ""}
 
 def read_packed(file: Path) -> tuple[dict[str, Json], dict[str, Json]]:
     """The content of each `result.json` by folder, and of each `tuning.json` by folder."""
-    content = json_file.read(file, _NAMES, "restore it from where it came from")
+    content = disk.read_json(file, _NAMES, "restore it from where it came from")
     if content["format"] != PACKED_FORMAT:
         raise GrowpruneError(
             f"{file} has format {content['format']}, this version reads {PACKED_FORMAT}. Upgrade growprune"
@@ -112,12 +112,12 @@ SMALL_DENSE = "small_dense"
 EQUAL = ("nonzeros", "flops")
 """Quantities in which a small dense model can equal a sparse one."""
 
-_EPOCH: json_file.Names = {
+_EPOCH: disk.Names = {
     **{"epoch": int, "iteration": int, "stage": int, "branch?": int, "alive": int, "edits": str, "loss?": NUMBER},
     **{"validation?": dict, "validation?.*": NUMBER, "explored?": NUMBER, "churn?": NUMBER, "metric?": str},
 }
 """Required fields of an epoch in a log. Damaged lines are skipped."""
-_SMALL: json_file.Names = {
+_SMALL: disk.Names = {
     **{"equal": str, "sparsity": NUMBER, "task": dict, "of": dict, "target": NUMBER, "weights": NUMBER},
     "flops": NUMBER,
 }
@@ -238,7 +238,7 @@ class Record:
     def small(self) -> Json:
         """For a small dense model, its target and size as stored by `compare.small`. Empty for all others."""
         found = (self.recipe.get("options") or {}).get("small") if self.trains_dense else None
-        return {} if found is None or json_file.fault(found, _SMALL) else dict(found)
+        return {} if found is None or disk.fault(found, _SMALL) else dict(found)
 
     @property
     def is_passed_over(self) -> bool:
@@ -266,7 +266,7 @@ class Record:
     def events(self) -> list[Json]:
         """The logged events of all its processes."""
         events = [] if self.path.is_file() else read_events(self.path)
-        known = [event for event in events if event["event"] != "epoch" or not json_file.fault(event, _EPOCH)]
+        known = [event for event in events if event["event"] != "epoch" or not disk.fault(event, _EPOCH)]
         return [{"branch": None, **event} for event in known]
 
     @cached_property
@@ -368,12 +368,12 @@ FORMAT = 4
 """Format version of run folders. A run of another format is refused."""
 OWN = ("recipe", "format", "inode", "job")
 """Keys of recipe.json that are not part of the origin."""
-_RECIPE: json_file.Names = {
+_RECIPE: disk.Names = {
     **{"recipe.task.name": str, "recipe.method": str, "recipe.sparsity": NUMBER, "recipe.options?": dict},
     **{"recipe.seed?": int, "recipe.accumulate?": int, "format?": int, "inode?": int, "job?": str},
     **{"source?": str, "settings?": dict, "settings?.*": str, "row?": str, "files?": dict, "files?.*": str},
 }
-_TUNING: json_file.Names = {
+_TUNING: disk.Names = {
     **{"row": str, "sparsity": NUMBER, "grid": dict, "grid.*": list, "size": int, "seed": int, "metric": str},
     **{"chosen?": str, "folder?": str, "points": list, "points.*.name": str, "points.*.folder": str},
     **{"points.*.status": str, "points.*.validation?": NUMBER, "points.*.error": str},
@@ -430,7 +430,7 @@ def _packed(folder: Path, below: Path) -> list[Record]:
         place = folder / name
         if below in (place, *place.parents) and not (place / "result.json").exists():
             tuning = tunings.get(Path(name).parent.parent.as_posix(), {})
-            if wrong := json_file.fault(content, NAMES):
+            if wrong := disk.fault(content, NAMES):
                 records.append(Record(place, damage=f"{folder / RESULTS} is damaged ({wrong} in {name})"))
             else:
                 result = Result.from_dict(content)
@@ -451,7 +451,7 @@ def read_recipe(folder: Path) -> Json:
     """Read recipe.json. Raise GrowpruneError if the folder has no run, or one of another format."""
     file = folder / "recipe.json"
     try:
-        content = json_file.read(file, _RECIPE, "restore a copy of it, or start a new run elsewhere")
+        content = disk.read_json(file, _RECIPE, "restore a copy of it, or start a new run elsewhere")
     except OSError as error:
         raise GrowpruneError(
             f"{folder} is no run folder: cannot read {file.name} ({error.strerror or error}). Give the folder that "
@@ -490,4 +490,4 @@ def _read_tuning(folder: Path) -> Json:
     file = folder.parent.parent / TUNING
     if not file.exists():
         return {}
-    return json_file.read(file, _TUNING, "remove it and run growprune compare again to write it again")
+    return disk.read_json(file, _TUNING, "remove it and run growprune compare again to write it again")

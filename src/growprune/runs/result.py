@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from growprune.errors import GrowpruneError
-from growprune.files import json_file
-from growprune.files.json_file import NUMBER
+from growprune.files import disk
+from growprune.files.disk import NUMBER
 
 Json = dict[str, Any]
 
@@ -20,7 +20,7 @@ FORMAT = 2
 SCORE = (*NUMBER, type(None))
 """A metric or a loss. JSON has no NaN and no infinity: both are stored as null, and a metric is read back as nan."""
 
-NAMES: json_file.Names = {
+NAMES: disk.Names = {
     "format?": int,
     **{"recipe.task.name": str, "recipe.method": str, "recipe.sparsity": NUMBER, "recipe.options": dict},
     **{"recipe.seed": int, "recipe.accumulate?": int, "seed": int, "metric": str, "lower_is_better": bool},
@@ -98,12 +98,12 @@ class Result:
         return {"format": FORMAT, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
     def write(self, path: Path) -> None:
-        json_file.write(path, self.to_dict())
+        disk.write_json(path, self.to_dict())
 
     @classmethod
     def read(cls, path: Path) -> Result:
         """Read result.json. Raise GrowpruneError if it is damaged, or of a newer version."""
-        content = json_file.read(path, NAMES, "remove it and resume the run to write it again, or leave it out")
+        content = disk.read_json(path, NAMES, "remove it and resume the run to write it again, or leave it out")
         if (content.get("format") or 1) > FORMAT:
             raise GrowpruneError(
                 f"{path} was written by a newer growprune: it has format {content['format']}, this version reads "

@@ -11,8 +11,7 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.allocation import Pool
-from growprune.masks.inspection import is_normalized
-from growprune.masks.layers import Weight
+from growprune.masks.layers import Weight, is_normalized
 from growprune.masks.ranking import KeyChunks, choose, edit_keys, salt_of
 from growprune.plan import By, Edit, prune
 from growprune.sparse.model import SparseModel

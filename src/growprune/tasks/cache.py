@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from growprune.files.atomic import replacing
+from growprune.files.disk import replacing
 
 
 def folder() -> Path:

@@ -20,8 +20,8 @@ from torch import nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import parse_allocation, parse_cost_power
-from growprune.masks.inspection import already_sparse, is_normalized, output_layers, signs_of_training
-from growprune.masks.layers import Layers, Weight, few, frozen_layers, layer_weights, prunable_weights
+from growprune.masks.inspection import already_sparse, output_layers, signs_of_training
+from growprune.masks.layers import Layers, Weight, few, frozen_layers, is_normalized, layer_weights, prunable_weights
 from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
 from growprune.methods import find_method

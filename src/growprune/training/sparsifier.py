@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.json_file import NUMBER, Names, fault
+from growprune.files.disk import NUMBER, Names, fault
 from growprune.files.sparse_file import write_file
 from growprune.masks.bits import Snapshot, check_packed, unpack
 from growprune.plan import By, Plan, walk

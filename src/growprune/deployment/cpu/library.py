@@ -29,7 +29,7 @@ from torch import Tensor
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError, warn
-from growprune.files.atomic import replacing
+from growprune.files.disk import replacing
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = (

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from growprune.files import atomic
+from growprune.files import disk
 
 
 def write(path: Path, content: bytes) -> None:
-    with atomic.replacing(path) as file:
+    with disk.replacing(path) as file:
         file.write(content)
 
 
@@ -59,12 +59,12 @@ def test_what_killed_writes_left_is_removed_and_nothing_else(tmp_path: Path) -> 
     for name in [*left, *others]:
         (tmp_path / name).write_bytes(b"")
     (tmp_path / ".folder.12345678.tmp").mkdir()
-    atomic.remove_leftovers(tmp_path)
+    disk.remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*others, ".folder.12345678.tmp"}
-    atomic.remove_leftovers(tmp_path / "nowhere")
+    disk.remove_leftovers(tmp_path / "nowhere")
 
 
 def test_a_new_file_has_a_name_that_is_known_as_a_leftover(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), atomic.replacing(tmp_path / "best.safetensors"):
-        atomic.remove_leftovers(tmp_path)
+    with pytest.raises(FileNotFoundError), disk.replacing(tmp_path / "best.safetensors"):
+        disk.remove_leftovers(tmp_path)
         assert list(tmp_path.iterdir()) == []
