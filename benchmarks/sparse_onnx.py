@@ -1,7 +1,7 @@
 """How large, exact and fast are sparse ONNX files? python benchmarks/sparse_onnx.py [--json FILE]
 
-Each model is pruned by magnitude to 90 % and written dense and sparse. Both files are loaded by onnxruntime and OpenVINO
-and run in turns. The difference is that of the sparse file's outputs to the dense file's, in the same runtime.
+Each model is pruned by magnitude to 90 % and written dense and sparse. onnxruntime and OpenVINO load both
+files and run them in turns. The difference is that of the sparse file's outputs to those of the dense one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import growprune as gp
-from growprune.deployment import parts
 from growprune.deployment.api import deploy_on_gpu
 from growprune.deployment.cpu import library, tuning
 from growprune.deployment.example import Example
@@ -416,7 +415,6 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
             lambda about: about["rows"][0]["tile"].update(threads=4096),
             "is damaged .ValueError: a layer has more",
         ),
-        (lambda about: about["rows"][0]["tile"].update(lanes=3), "does not suit"),
         (lambda about: about.pop("runs"), "is damaged .KeyError: 'runs'"),
         (
             lambda about: example_of(about).update(shape=[1 << 20] * 2),
@@ -629,25 +627,50 @@ def test_inputs_of_other_shapes_get_plans_of_their_own_which_is_said_once() -> N
     assert len(deployed.module.plans) == MOST_PLANS  # type: ignore[arg-type]
 
 
-def test_a_layer_by_itself_keeps_a_few_shapes_and_measures_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_by_itself_takes_any_number_of_tokens_and_measures_none_in_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32))
-    deployed = gp.deploy(sparse_of(model), torch.randn(1, 32), seconds=0, whole=False)
+    deployed = gp.deploy(sparse_of(model), torch.randn(1, 3, 32), seconds=0.01, whole=False)
+    assert [row.shape for row in deployed.table] == ["32x32 x 4", "32x32 x 1"]  # the example, and a step of decoding
+    monkeypatch.setattr(tuning, "seconds_in_turns", None)
     (part,) = deployed.module
-    known = []
-
-    def choosing(*args: Any, **options: Any) -> Any:
-        known.append(options["known"] != {})
-        return tuning.choose(*args, **options)
-
-    monkeypatch.setattr(parts, "choose", choosing)
-    tokens = [2, 4, 8, 16, 32, 48, 64, 80, 96, 112]  # each a number that layers are made for
     with torch.no_grad():
-        for count in [*tokens, 2, 112]:
+        for count in [2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 2, 112]:
             x = torch.randn(count, 32)
             assert_same(deployed(x), model(x))
     assert len(part.plans) == MOST_PLANS
-    assert known == [False] * 10 + [True], "of what is made again; 112 is still there"
+
+
+def test_another_shape_of_a_whole_model_is_not_measured_in_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Small()
+    deployed = gp.deploy(sparse_of(model), torch.randn(1, 4, 8, 8), seconds=0.1)
+    monkeypatch.setattr(tuning, "seconds_in_turns", None)
+    x = torch.randn(5, 4, 7, 9)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of other shapes
+        assert_same(deployed(x), model(x))
+
+
+def test_a_model_that_generates_is_deployed_layer_by_layer() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 9}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(0, 50, (2, 5))
+    deployed = gp.deploy(sparse_of(model), {"input_ids": tokens}, seconds=0)
+    expected = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("error")
+        assert torch.equal(deployed.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0), expected)
+    lines = str(deployed.table).splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 24
+    assert any("q_proj (9 layers)" in line for line in lines)
+    with pytest.raises(gp.GrowpruneError, match="generate"):
+        gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 16))), torch.ones(1, 16), seconds=0).generate(tokens)
 
 
 def test_more_threads_give_the_same() -> None:

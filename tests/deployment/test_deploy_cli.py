@@ -103,7 +103,7 @@ def test_bad_input_gives_one_line(run: Path, file: Path, tmp_path: Path) -> None
         "deploy", str(file), "--out", out, "--model", f"{net}:number", *shaped
     )
     bad = ["--example-shape", "4,b"]
-    assert "must be integers >= 1 such as 1,3,224,224, got '4,b'" in refused(
+    assert "--example-shape must be integers >= 1" in refused(
         "deploy", str(file), "--out", out, "--model", f"{net}:build", *bad
     )
     wide = ["--model", f"{net}:build", "--example-shape", "1,17"]

@@ -26,7 +26,7 @@ ExampleShape = Annotated[
     ),
 ]
 ByLayer = Annotated[
-    bool, typer.Option("--by-layer", help="Replace layers one by one. For models that generate, such as translation.")
+    bool, typer.Option("--by-layer", help="Replace layers one by one, as is done for models with a method generate.")
 ]
 Seconds = Annotated[float, typer.Option(min=0, help="Time limit for timing layers. 0: no timing.")]
 
@@ -55,7 +55,7 @@ def deploy(
     where = checked_device(device)
     origin = origin_of(path, model, example_shape, trust=trust)
     built, example = build(origin)
-    options: Any = {"whole": not by_layer, "device": where}
+    options: Any = {"whole": False if by_layer else None, "device": where}
     deployed = deploy_model(weights_file(path), example, into=built, seconds=seconds, **options)
     deployed.save(out, origin=origin)
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def deploy(
     into: nn.Module | None = None,
     device: str | torch.device = "cpu",
     seconds: float = SECONDS,
-    whole: bool = True,
+    whole: bool | None = None,
 ) -> Deployed:
     """Make a trained sparse model run on sparse kernels. The model itself is not changed.
 
@@ -69,8 +69,9 @@ def deploy(
             `growprune.deployment.cuda`, too.
         seconds: how long layers may be timed, about; with 0 nothing is timed, and what is sparse runs sparse. On a GPU
             the kernels are compiled on top of it.
-        whole: False swaps only single layers, and takes any shape: for models that are used by other methods
-            than their forward, as in decoding. Use the `module` of what is returned.
+        whole: False swaps only single layers, which take any shape: for models that are used by other methods than
+            their forward, as in decoding. Use the `module` of what is returned. By default, False for models with a
+            method `generate`.
 
     Examples:
         >>> sparse = SparseModel(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), sparsity=0.9)
@@ -95,12 +96,13 @@ def deploy(
         found = _load_sparse(model, into)
     check_finished(found, "deployed")
     if where.type == "cuda":
-        return deploy_on_gpu(found, given, device=where, seconds=seconds, known={})
+        return deploy_on_gpu(found, given, device=where, seconds=seconds, known=())
     if elsewhere := [tensor.device for tensor in module_of(found).parameters() if tensor.device.type != "cpu"]:
         raise GrowpruneError(
             f"device is 'cpu', but the model is on {elsewhere[0]}: call model.cpu() first, or give device='cuda'"
         )
-    return _deploy_on_cpu(found, given, seconds=seconds, whole=whole, known={})
+    whole = not callable(getattr(module_of(found), "generate", None)) if whole is None else whole
+    return _deploy_on_cpu(found, given, seconds=seconds, whole=whole, known=())
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -154,7 +156,7 @@ def load_deployed(
             raise ValueError("a layer has more threads than the machine it was measured on")
     except UNREADABLE as error:
         raise damaged(folder, error) from None
-    options: Any = {"seconds": 0 if is_same else seconds, "known": {row.layer: row for row in table} if is_same else {}}
+    options: Any = {"seconds": 0 if is_same else seconds, "known": table.rows if is_same else ()}
     try:
         if device.type == "cuda":
             deployed = deploy_on_gpu(sparse, given, device=device, **options)
@@ -175,7 +177,7 @@ def load_deployed(
 
 
 def _deploy_on_cpu(
-    model: nn.Module | SparseModel, example: Example, *, seconds: float, whole: bool, known: Mapping[str, Row]
+    model: nn.Module | SparseModel, example: Example, *, seconds: float, whole: bool, known: Sequence[Row]
 ) -> Deployed:
     """What `deploy` does, with rows that were measured before."""
     skeleton = skeleton_of(model)
@@ -215,7 +217,7 @@ def _deploy_on_cpu(
 
 
 def deploy_on_gpu(
-    model: nn.Module | SparseModel, example: Example, *, device: torch.device, seconds: float, known: Mapping[str, Row]
+    model: nn.Module | SparseModel, example: Example, *, device: torch.device, seconds: float, known: Sequence[Row]
 ) -> Deployed:
     """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
     skeleton = skeleton_of(model, for_gpu=True)

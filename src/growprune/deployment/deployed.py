@@ -129,6 +129,14 @@ class Deployed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own `generate`, as models of transformers have it."""
+        if not callable(own := getattr(self.module, "generate", None)):
+            raise GrowpruneError(
+                "the module that runs has no method generate: deploy a model that has one, with whole=False"
+            )
+        return own(*args, **kwargs)
+
     @property
     def is_in_torch(self) -> bool:
         """True if nothing of it runs on sparse kernels."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,8 @@ from typing import Any
 from growprune.deployment.cpu.library import Tile
 from growprune.deployment.cuda.products import Tile as GpuTile
 
+WIDTH, MOST_ROWS = 80, 24
+"""Of a printed table: its columns of text, and the rows up to which each layer has one."""
 MOST_SHOWN, MOST_EACH = 240, 80
 """The characters of a printed table for what stays in torch: in all, and for each."""
 
@@ -55,15 +58,29 @@ class Table(Sequence[Row]):
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [["layer", "shape", "sparsity", "dense ms", "sparse ms", "choice"]]
+        """As text of at most WIDTH columns. In a long table, layers that differ in a number only share a line."""
+        groups: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
-            times = ["-" if ms is None else f"{ms:.3f}" for ms in (row.dense_ms, row.sparse_ms)]
-            lines.append([row.layer, row.shape, f"{row.sparsity:.4f}", *times, row.choice])
+            alike = re.sub(r"\d+", "*", row.layer) if len(self.rows) > MOST_ROWS else row.layer
+            groups.setdefault((alike, row.shape, row.choice), []).append(row)
+        lines = [["layer", "shape", "sparsity", "dense ms", "sparse ms", "choice"]]
+        for (alike, shape, chosen), rows in groups.items():
+            shown = []
+            for times in ([row.dense_ms for row in rows], [row.sparse_ms for row in rows]):
+                known = [ms for ms in times if ms is not None]
+                shown.append(f"{sum(known) / len(known):.3f}" if known else "-")
+            sparsity = sum(row.sparsity for row in rows) / len(rows)
+            count = "" if len(rows) == 1 else f" ({len(rows)} layers)"
+            lines.append([f"{alike}{count}", shape, f"{sparsity:.4f}", *shown, chosen])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        shown = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        widths[0] = max(20, min(widths[0], WIDTH - sum(widths[1:]) - 2 * len(widths[1:])))
+        for line in lines:
+            line[0] = line[0] if len(line[0]) <= widths[0] else f"...{line[0][3 - widths[0] :]}"
+        text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         if self.deployed_ms is not None and self.torch_ms is not None:
-            shown.append(f"the whole model: {self.deployed_ms:.3f} ms, in torch {self.torch_ms:.3f} ms")
+            text.append(f"the whole model: {self.deployed_ms:.3f} ms, in torch {self.torch_ms:.3f} ms")
         if self.in_torch:
             said = ", ".join(textwrap.shorten(one, MOST_EACH, placeholder="...") for one in self.in_torch)
-            shown.append(f"in torch: {textwrap.shorten(said, MOST_SHOWN, placeholder=' ... (see table.in_torch)')}")
-        return "\n".join(shown)
+            said = textwrap.shorten(said, MOST_SHOWN, placeholder=" ... (see table.in_torch)")
+            text += textwrap.wrap(f"in torch: {said}", WIDTH)
+        return "\n".join(text)

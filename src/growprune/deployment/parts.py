@@ -5,9 +5,10 @@ A part takes inputs of any shape: for each it makes a plan, of which it keeps a 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,14 +66,14 @@ class _InPlaceOf(nn.Module):
 class Part(_InPlaceOf):
     """A module that runs as programs."""
 
-    def __init__(self, module: nn.Module, skeleton: Skeleton, *, seconds: float, known: Mapping[str, Row]) -> None:
+    def __init__(self, module: nn.Module, skeleton: Skeleton, *, seconds: float, known: Sequence[Row]) -> None:
         super().__init__(module, seconds=seconds)
-        self._skeleton, self._known = skeleton, known
+        self._skeleton, self._known = skeleton, {row.layer: row for row in known}
 
     def plan(self, example: Example) -> Swapped:
         """Make the first plan. Raises NotTraceable."""
-        program, rows, in_torch = self._compile(example, self._seconds, self._known)
-        self.plans[_key(example)] = program
+        program, rows, in_torch = self._compile(example, self._seconds)
+        self.plans[_key(example)], self._known = program, {row.layer: row for row in rows}
         return Swapped(self, rows, in_torch)
 
     @torch.no_grad()
@@ -83,7 +84,7 @@ class Part(_InPlaceOf):
             return self.__dict__["_module"](*args, **kwargs) if program is None else program(example.leaves)
 
     def _next(self, example: Example) -> Program | None:
-        """The plan for another shape; None if the module must run in torch with it."""
+        """The plan for another shape, with the choices of the first; None if the module must run in torch with it."""
         for leaf in example.leaves:
             if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
                 raise GrowpruneError(
@@ -96,15 +97,13 @@ class Part(_InPlaceOf):
                 f"and the last {MOST_PLANS} are kept"
             )
         try:
-            return self._compile(example.outside_inference_mode(), min(self._seconds, 2.0), {})[0]
+            return self._compile(example.outside_inference_mode(), 0)[0]
         except NotTraceable as error:
             warn(f"{name} runs in torch for these inputs: {error}")
             self._skeleton.fill_in()
             return None
 
-    def _compile(
-        self, example: Example, seconds: float, known: Mapping[str, Row]
-    ) -> tuple[Program, list[Row], list[str]]:
+    def _compile(self, example: Example, seconds: float) -> tuple[Program, list[Row], list[str]]:
         """All passes, one after the other: trace, fold, fuse, lower, choose, bind.
 
         Beside the program, its layers, and which of its operations are torch's.
@@ -117,7 +116,7 @@ class Part(_InPlaceOf):
         fuse(traced.graph, skeleton, names)
         lowered = Lowering(traced, KNOWN).run()
         specs, all_else_is_ours = [step.fused for step in lowered.layers], is_ours(lowered.steps)
-        options: Any = {"threads": torch.get_num_threads(), "known": known, "all_else_is_ours": all_else_is_ours}
+        options: Any = {"threads": torch.get_num_threads(), "known": self._known, "all_else_is_ours": all_else_is_ours}
         chosen = choose(specs, seconds=seconds, **options)
         for step, (layer, _) in zip(lowered.layers, chosen, strict=True):
             step.layer = layer
@@ -136,15 +135,21 @@ def _key(example: Example) -> object:
 class LinearPart(_InPlaceOf):
     """A Linear (or transformers' Conv1D) by itself, for any number of tokens: they are rounded up to few numbers."""
 
-    def __init__(self, module: nn.Module, name: str, skeleton: Skeleton, *, seconds: float, known: Row | None) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, skeleton: Skeleton, *, seconds: float, known: Sequence[Row]
+    ) -> None:
         super().__init__(module, seconds=seconds)
         bias = getattr(module, "bias", None)
         self._name, self._matrix = name, skeleton.matrices[f"{name}.weight"]
-        self._bias = None if bias is None else bias.detach()
-        self._first = known
-        self._measured: dict[tuple[int, int], Row] = {}
-        """Also of shapes whose plans are no longer kept."""
-        self.row: Row | None = None
+        self._bias, self.num_inputs = None if bias is None else bias.detach(), self._matrix.columns
+        self._measured = {
+            (int(row.shape.rpartition(" ")[2]), torch.get_num_threads()): row for row in known if row.layer == name
+        }
+        """By the number of columns and threads, also of plans that are no longer kept."""
+        self.is_timed = True
+        """Until the model is deployed: no request waits for measurements."""
+        self.rows: list[Row] = []
+        """What was chosen while the model was deployed. Later shapes take the choice of the nearest one, untimed."""
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -162,11 +167,14 @@ class LinearPart(_InPlaceOf):
         columns, threads = key
         geometry = Geometry.linear(self._matrix.columns, columns)
         spec = LayerSpec(self._name, self._matrix, geometry, self._bias)
-        known = self._first if self.row is None else self._measured.get(key)  # what was given is of the first shape
-        before = {} if known is None else {self._name: known}
-        ((layer, row),) = choose([spec], seconds=self._seconds, threads=threads, known=before)
-        self.row = self.row or row
+        row = self._measured.get(key)
+        if row is None and self._measured and not self.is_timed:
+            row = self._measured[min(self._measured, key=lambda other: abs(math.log(other[0] / columns)))]
+        known = {} if row is None else {self._name: row}
+        ((layer, row),) = choose([spec], seconds=self._seconds if self.is_timed else 0, threads=threads, known=known)
         self._measured[key] = row
+        if self.is_timed:
+            self.rows.append(row)
         x, out = torch.zeros(self._matrix.columns, columns), torch.empty(self._matrix.rows, columns)
         return x, out, layer.bind(x, out)
 
@@ -191,7 +199,7 @@ def deploy_parts(
     example: Example,
     *,
     seconds: float,
-    known: Mapping[str, Row],
+    known: Sequence[Row],
     by_layer: bool = False,
     reasons: Sequence[str] = (),
 ) -> Swapped:
@@ -205,7 +213,7 @@ def deploy_parts(
         if path not in inputs or (by_layer and not is_layer):
             return None
         if is_layer and is_linear(module):
-            return LinearPart(module, path, skeleton, seconds=share, known=known.get(path))
+            return LinearPart(module, path, skeleton, seconds=share / 2, known=known)
         part = Part(module, skeleton, seconds=share * num_weights, known=known)
         try:
             planned = part.plan(inputs[path])
@@ -231,6 +239,11 @@ def deploy_parts(
 
     walk(skeleton.module, "")
     example.call(skeleton.module)  # single layers are chosen when they see their first input
-    single = [one.part for one in swapped.replaced if isinstance(one.part, LinearPart)]
-    swapped.rows += [part.row for part in single if part.row is not None]
+    batch = next((len(leaf) for leaf in example.leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    for part in (one.part for one in swapped.replaced):
+        if isinstance(part, LinearPart):
+            if by_layer:
+                part(torch.zeros(batch, part.num_inputs))  # a step of decoding: one token of each sample
+            part.is_timed = False
+            swapped.rows += part.rows
     return swapped

@@ -56,8 +56,11 @@ def choose(
             ours.append(DepthwiseLayer(spec, threads))
         elif has_library:
             if key not in tiles:
-                tile = None if row is None else row.tile
-                tiles[key] = tile if isinstance(tile, Tile) else fastest_tile(spec, threads, 0 if row else share)
+                possible = candidates(
+                    spec.weight, spec.geometry, threads
+                )  # the tile of another shape may be none of them
+                same = [tile for tile in possible if row is not None and tile == row.tile]
+                tiles[key] = same[0] if same else fastest_tile(spec, threads, 0 if row else share)
             ours.append(NativeLayer(spec, tiles[key]))
         else:
             is_csr = spec.is_sparse and spec.geometry.is_plain and spec.sparsity >= CSR_FROM

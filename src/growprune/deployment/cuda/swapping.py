@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from growprune.errors import warn
 
 
 def deploy_linears(
-    skeleton: Skeleton, example: Example, *, device: torch.device, seconds: float, known: Mapping[str, Row]
+    skeleton: Skeleton, example: Example, *, device: torch.device, seconds: float, known: Sequence[Row]
 ) -> Swapped:
     """Move a skeleton's module to the device, and swap its sparse linear layers.
 
@@ -28,7 +28,7 @@ def deploy_linears(
 
     Args:
         seconds: how long layers may be timed, about; with 0, whatever is sparse runs sparse.
-        known: by layer, what was measured before.
+        known: what was measured before.
     """
     module = skeleton.module
     skeleton.fill_in()
@@ -36,7 +36,7 @@ def deploy_linears(
     with restored(module.modules()), of_the_example():
         on_device = example.mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x)
         inputs = first_inputs(module, on_device)
-    swapped, keys = Swapped(module), {}
+    swapped, keys, before = Swapped(module), {}, {row.layer: row for row in known}
     for name, matrix in skeleton.matrices.items():
         path = name.removesuffix(".weight")
         plain: Any = module.get_submodule(path)
@@ -58,8 +58,8 @@ def deploy_linears(
             continue
         entries = matrix.to(device, plain.weight.dtype)
         bias = None if plain.bias is None else plain.bias.detach()
-        if path in known:
-            row = known[path]
+        if path in before:
+            row = before[path]
         elif seconds <= 0:  # the likeliest
             row = replace(row, choice="sparse", format="offsets")
         else:
