@@ -73,7 +73,7 @@ class Table(Sequence[Row]):
             count = "" if len(rows) == 1 else f" ({len(rows)} layers)"
             lines.append([f"{alike}{count}", shape, f"{sparsity:.4f}", *shown, chosen])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        widths[0] = max(20, min(widths[0], WIDTH - sum(widths[1:]) - 2 * len(widths[1:])))
+        widths[0] = min(widths[0], max(20, WIDTH - sum(widths[1:]) - 2 * len(widths[1:])))
         for line in lines:
             line[0] = line[0] if len(line[0]) <= widths[0] else f"...{line[0][3 - widths[0] :]}"
         text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]

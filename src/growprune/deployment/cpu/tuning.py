@@ -56,9 +56,7 @@ def choose(
             ours.append(DepthwiseLayer(spec, threads))
         elif has_library:
             if key not in tiles:
-                possible = candidates(
-                    spec.weight, spec.geometry, threads
-                )  # the tile of another shape may be none of them
+                possible = candidates(spec.weight, spec.geometry, threads)  # not each tile of other shapes
                 same = [tile for tile in possible if row is not None and tile == row.tile]
                 tiles[key] = same[0] if same else fastest_tile(spec, threads, 0 if row else share)
             ours.append(NativeLayer(spec, tiles[key]))
