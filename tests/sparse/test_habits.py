@@ -407,7 +407,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def edit(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
-    sparsifier.sparse.prune(to=0.7)
+    sparsifier.sparse.prune(to=0.9)
 
 
 def save_state(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
@@ -593,7 +593,8 @@ def test_the_d_of_adafactor_is_no_distance() -> None:
 
 
 def test_numbers_that_differ_between_the_parts_of_a_group_are_refused() -> None:
-    model, optimizer, _ = begun(lambda model: Averaging(model.parameters(), name="travelled"), lr_scaling=1)
+    average = lambda model: Averaging(model.parameters(), name="travelled")  # noqa: E731
+    model, optimizer, _ = begun(average, lr_scaling=1, lr_ramp=0)
     with pytest.raises(gp.GrowpruneError, match=r"Averaging.*'travelled'"):
         train(model, optimizer, 1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01]

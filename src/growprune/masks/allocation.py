@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from growprune.errors import GrowpruneError
@@ -63,8 +63,9 @@ def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, patter
 
 def global_(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
     """Rank all weights of the model together, whatever the part. Each layer keeps `FLOOR` of its uniform share."""
-    least = tuple(int(FLOOR * num_kept(sparsity, pattern.num_groups(w))) for w in model)
-    return [replace(pool, least=least) for pool in global_no_floor(model, part, sparsity, pattern)]
+    sizes = [pattern.num_groups(w) for w in model]
+    least = tuple([int(FLOOR * num_kept(sparsity, size)) for size in sizes])
+    return [Pool(tuple(model), num_kept(sparsity, sum(sizes)), least)]
 
 
 def global_no_floor(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:

@@ -313,7 +313,7 @@ def prunable_weights(
     first = first_names(model)
     names = [*first, *(w.name for w in weights), *computed_weights(model)]
     dense = {first.get(name, name) for _, found in _match_all(keep_dense, names, "keep_dense") for name in found}
-    kept = tuple(w for w in weights if w.name not in dense and w.parameter not in dense)
+    kept = tuple([w for w in weights if w.name not in dense and w.parameter not in dense])
     if not kept:
         holders = {w.parameter.rpartition(".")[0] for w in weights}
         raise GrowpruneError(f"the model has nothing to prune: {why_nothing(model, holders)}")
@@ -337,9 +337,8 @@ def frozen_layers(model: Any, *, include: Iterable[str] = (), layers: Layers | N
     layers = layer_weights(model) if layers is None else layers
     names = dict.fromkeys(w.parameter for weights in layers.values() for w in weights)
     asked = {name for found in matching(include, names) for name in found}
-    if any(map(is_adapter, model.modules())):
-        return ()
-    return tuple(name for name in names if name not in asked and not parameters[name].requires_grad)
+    frozen = tuple([name for name in names if name not in asked and not parameters[name].requires_grad])
+    return () if frozen and any(map(is_adapter, model.modules())) else frozen
 
 
 def _included(model: Any, include: Sequence[str], known: set[str]) -> list[Weight]:

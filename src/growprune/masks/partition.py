@@ -41,7 +41,7 @@ class Partition:
     @functools.cached_property
     def whole(self) -> Part:
         """The model as one part."""
-        return Part("all", tuple(name for part in self.parts for name in part.tensors))
+        return Part("all", tuple([name for part in self.parts for name in part.tensors]))
 
     def __len__(self) -> int:
         return len(self.parts)

@@ -70,9 +70,9 @@ def signed_keys(scores: Tensor) -> Tensor:
 def random_keys(start: int, count: int, salt: int, device: torch.device) -> Tensor:
     """Return 30-bit random numbers for positions start .. start+count-1 (splitmix64), plus one."""
     z = torch.arange(start, start + count, device=device, dtype=torch.int64)
-    z = z * _signed(0x9E3779B97F4A7C15) + _signed(salt)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ _shift_right(z, shift)) * _signed(factor)
+    z = z * STEP + _signed(salt)
+    for shift, factor in MIXING:
+        z = (z ^ _shift_right(z, shift)) * factor
     return (_shift_right(z ^ _shift_right(z, 31), 34) + 1).to(torch.int32)
 
 
@@ -82,6 +82,10 @@ def _shift_right(z: Tensor, by: int) -> Tensor:
 
 def _signed(unsigned: int) -> int:
     return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+
+
+STEP, MIXING = _signed(0x9E3779B97F4A7C15), ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+"""The constants of splitmix64."""
 
 
 def salt_of(*what: object) -> int:
@@ -119,7 +123,7 @@ def edit_keys(
         dtype: the widest float among the weights ranked together, whose keys must be comparable.
         factor: multiplies scores that are not random.
     """
-    wide = dtype == torch.float64
+    wide, is_signed = dtype == torch.float64, _is_signed(edit)
     always = (1 << key_bits_of(edit, dtype)) - 1  # above the key of every finite float: live weights stay
 
     def chunks() -> Iterator[Tensor]:
@@ -130,10 +134,8 @@ def edit_keys(
             alive = pattern.alive(pattern.fold(mask_rows))
             if edit.by is By.RANDOM:
                 keys = random_keys(start, alive.numel(), salt, alive.device)
-            elif _is_signed(edit):
-                matrix = pattern.fold(
-                    rows.double() * factor
-                )  # a pattern adds up magnitudes, so those of both signs apart
+            elif is_signed:  # a pattern adds up magnitudes, so those of both signs apart
+                matrix = pattern.fold(rows.double() * factor)
                 keys = signed_keys(pattern.score(matrix.clamp(min=0)) - pattern.score((-matrix).clamp(min=0)))
             else:
                 scores = pattern.score(pattern.fold(rows))

@@ -158,7 +158,8 @@ class Edit:
         if self.share is not None:
             check_share(share=self.share)
             object.__setattr__(self, "share", as_float(self.share))
-        object.__setattr__(self, "by", parse_choice(By, self.by))
+        if not isinstance(self.by, By):
+            object.__setattr__(self, "by", parse_choice(By, self.by))
         if self.by is By.AS_IS and (self.action is Action.GROW or self.to is None):
             raise GrowpruneError(f"{self.action.value} got by=as_is, which needs prune with to=: choose another by")
         if self.spread is not None:
@@ -626,7 +627,7 @@ def fill_lengths(
 
 def plan_length(plan: Plan, iterations_per_epoch: int) -> int:
     """Return the iterations of all phases of a plan, including all branches."""
-    return sum(scheduled.phase.num_iterations(iterations_per_epoch) for scheduled in walk(plan))
+    return sum([scheduled.phase.num_iterations(iterations_per_epoch) for scheduled in walk(plan)])
 
 
 MAX_ROWS = 60

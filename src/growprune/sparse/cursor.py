@@ -174,9 +174,11 @@ class Cursor:
 
     def _begin_counting(self) -> None:
         """Start counting iterations. Raise, before anything is done, if the length of a phase is unknown."""
-        if not self._lengths:
-            self._lengths = tuple(self.length_of(scheduled.phase) for scheduled in self.schedule)
+        self._lengths = self._lengths or self._counted()
         self._is_counting = True
+
+    def _counted(self) -> tuple[int, ...]:
+        return tuple([self.length_of(scheduled.phase) for scheduled in self.schedule])
 
     # Where it stands
 
@@ -213,7 +215,7 @@ class Cursor:
     @property
     def num_iterations(self) -> int:
         """The number of iterations of the plan."""
-        return sum(self.length_of(scheduled.phase) for scheduled in self.schedule)
+        return sum(self._lengths or self._counted())
 
     @property
     def progress(self) -> float:
@@ -274,7 +276,8 @@ class Cursor:
         self._on_leave(scheduled)
 
     def _begin_rule(self, phase: Phase | None) -> None:
-        self.sparse.set_rule(None if phase is None or phase.rule is None else running(phase.rule, self.sparse))
+        rule = None if phase is None else phase.rule
+        self.sparse.set_rule(None if rule is None else running(rule, self.sparse))
 
     def _place_at(self, scheduled: ScheduledPhase) -> None:
         self.position, self._trail = scheduled.index, onward(self._trail, scheduled)
@@ -323,9 +326,8 @@ class Cursor:
     def check_rule(self, state: Mapping[str, Any]) -> None:
         """Raise unless the rule's part of a state, which `is_place`, is as the rule needs it."""
         phase = None if state["is_over"] or state["position"] < 0 else self.schedule[state["position"]].phase
-        rule = None if phase is None else running(phase.rule, self.sparse)
-        if rule is not None:
-            rule.check_state(state["rule"])
+        if phase is not None and phase.rule is not None:
+            running(phase.rule, self.sparse).check_state(state["rule"])
 
     def is_place(self, state: Mapping[str, Any]) -> bool:
         """True if a state belongs to this plan, up to its place."""
@@ -352,7 +354,7 @@ def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:
     sparse.check(*{id(part): part for scheduled in schedule for part in scheduled.parts}.values())
     for by in {edit.by for scheduled in schedule for edit in scheduled.phase.edits}:
         sparse.check_by(by)
-    for rule in {scheduled.phase.rule for scheduled in schedule}:
+    for rule in {scheduled.phase.rule for scheduled in schedule if scheduled.phase.rule is not None}:
         running(rule, sparse)
 
 

@@ -65,7 +65,7 @@ class Editor:
 
     def weights_of(self, part: Part) -> tuple[Weight, ...]:
         names = set(part.tensors)
-        return tuple(w for w in self.weights if w.parameter in names)
+        return tuple([w for w in self.weights if w.parameter in names])
 
     def num_alive(self, weights: Sequence[Weight], *, pattern: Pattern | None = None) -> dict[str, int]:
         """Return the number of live groups of each weight, by name. Waits for the device once.
@@ -152,14 +152,13 @@ class Editor:
 
     def changed(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int]) -> list[Pool]:
         """Return the pools that an edit changes. Raise if the edit is impossible."""
-        pools = within_one(pools, alive, edit.action)
+        counts = [total_of(pool, alive) for pool in pools]
+        pools = within_one(pools, counts, edit.action)
         if edit.action is Action.PRUNE:  # no layer grows to its floor
-            floors = [[alive[w.name] for w in pool.weights] for pool in pools]
-            pools = [
-                replace(pool, least=tuple(map(min, pool.least, now))) for pool, now in zip(pools, floors, strict=True)
-            ]
-        for pool in pools:
-            now, most = total_of(pool, alive), sum(map(self._pattern.most_alive, pool.weights))
+            floors = [map(min, pool.least, [alive[w.name] for w in pool.weights]) for pool in pools]
+            pools = [replace(pool, least=tuple(floor)) for pool, floor in zip(pools, floors, strict=True)]
+        for pool, now in zip(pools, counts, strict=True):
+            most = sum(map(self._pattern.most_alive, pool.weights))
             if _is_wrong_way(edit, pool, now):
                 raise GrowpruneError(
                     f"cannot {edit.action.value} {_names(pool.weights)} to sparsity {edit.to}: that needs {pool.kept} "
@@ -170,13 +169,15 @@ class Editor:
                     f"cannot {edit}: that needs {pool.kept} live weights in {_names(pool.weights)}, but the pattern "
                     f"allows at most {most}"
                 )
-        return [pool for pool in pools if pool.kept != total_of(pool, alive)]
+        return [pool for pool, now in zip(pools, counts, strict=True) if pool.kept != now]
 
     def is_possible(self, edit: Edit) -> bool:
         """True if an edit can reach its count."""
         alive = self.num_alive(self.weights)
-        pools = within_one(self.pools(edit, alive), alive, edit.action)
-        return not any(_is_wrong_way(edit, pool, total_of(pool, alive)) for pool in pools)
+        pools = self.pools(edit, alive)
+        counts = [total_of(pool, alive) for pool in pools]
+        pools = within_one(pools, counts, edit.action)
+        return not any(_is_wrong_way(edit, pool, now) for pool, now in zip(pools, counts, strict=True))
 
     def is_done(self, edit: Edit) -> bool:
         """True if the total of live weights is already what the edit leaves, however layers share it."""
@@ -248,7 +249,7 @@ class Editor:
         weights = [weight for pool in pools for weight in pool.weights]
         reader = Reader(self._stored, self._gradients, edit)
         for weight in weights if edit.by is not By.RANDOM else ():
-            check_finite(reader.values(weight), weight)
+            check_finite(weight.of(reader.values(weight)), weight)
         left = self._choose(pools, edit, reader, self.set_mask)
         self.lost = {weight.name: alive[weight.name] - left[weight.name] for weight in weights}
         if self.rescales and edit.by is By.RANDOM and edit.action is Action.PRUNE:
@@ -301,10 +302,11 @@ class Editor:
                         set_mask(name, mask)
                     mask = None  # before the next is made
                     name, mask = weight.parameter, reader.whole_mask(weight).clone()
-                write_groups(self._pattern, weight.of(mask), weight, chosen)
+                own = weight.of(mask)
+                write_groups(self._pattern, own, weight, chosen)
                 left[weight.name] = pool.kept
                 if len(pool.weights) > 1:
-                    counted[weight.name] = count_groups(self._pattern, weight.of(mask), weight)
+                    counted[weight.name] = count_groups(self._pattern, own, weight)
         if mask is not None:
             set_mask(name, mask)
         return left | dict(zip(counted, in_one_go(list(counted.values())), strict=True))
@@ -390,15 +392,16 @@ class Reader:
         return self._mask
 
     def values(self, weight: Weight) -> Tensor:
+        """Return the values that the parameter which a weight belongs to is ranked by."""
         self._turn_to(name := weight.parameter)
         if self._edit.score is not None:
             if name not in self._scores:
                 self._scores[name] = self._scored(name)
-            return weight.of(self._scores[name])  # type: ignore[no-any-return]
+            return self._scores[name]
         if self._values is None:
             is_size, by = self._edit.by is By.MAGNITUDE, self._edit.by
             self._values = self._stored[name].weight() if is_size else self._gradients.scores(by, name)
-        return weight.of(self._values)  # type: ignore[no-any-return]
+        return self._values
 
     def _scored(self, name: str) -> Tensor:
         """Return the scores of the user's own criterion."""
@@ -423,22 +426,22 @@ class Reader:
 
     def read(self, weight: Weight) -> tuple[Tensor, Tensor]:
         """Return the values and the mask of a weight. A random edit needs no values."""
-        mask = weight.of(self.whole_mask(weight))
-        return (mask if self._edit.by is By.RANDOM else self.values(weight)), mask
+        mask = self.whole_mask(weight)
+        values = mask if self._edit.by is By.RANDOM else self.values(weight)
+        return weight.of(values), weight.of(mask)
 
 
 def total_of(pool: Pool, alive: Mapping[str, int]) -> int:
-    return sum(alive[weight.name] for weight in pool.weights)
+    return sum([alive[weight.name] for weight in pool.weights])
 
 
-def within_one(pools: Sequence[Pool], alive: Mapping[str, int], action: Action) -> list[Pool]:
+def within_one(pools: Sequence[Pool], counts: Sequence[int], action: Action) -> list[Pool]:
     """Adjust pools by one group where rounding would reverse the direction of an edit, and keep the total.
 
     ERK's counts add up to an exact total, so with a rising sparsity the rounded count of a layer may rise by one.
     Another layer then gives up one group instead. The same applies in reverse when layers grow.
     """
     sign = 1 if action is Action.PRUNE else -1
-    counts = [total_of(pool, alive) for pool in pools]
     kept = [pool.kept - sign * (pool.kept == count + sign) for pool, count in zip(pools, counts, strict=True)]
     lacking = sign * (sum(pool.kept for pool in pools) - sum(kept))
     for i, count in enumerate(counts):

@@ -102,7 +102,7 @@ class SparseModel:
         example: an input of the model, from which `cost_power` counts operations.
         rescale: multiply the weights that a random mask keeps by 1 / sqrt(density of their layer), so that activations
             stay as large. Random masks are for untrained models.
-        weights: what `keep_dense` and `include` leave to prune, if it is known.
+        weights: what `keep_dense` and `include` leave to prune, if it is known, of a model that was checked.
 
     All weights are live at first; the edits of a plan, or `prune`, make the model sparse. `copy.deepcopy` returns an
     independent copy of the model and its masks, attached to no optimizer.
@@ -133,7 +133,6 @@ class SparseModel:
         weights: Sequence[Weight] | None = None,
     ) -> None:
         check_sparsity(sparsity)
-        check_model(model, storage=storage)
         self.model = model
         """The module that becomes sparse."""
         self.target_sparsity = as_float(sparsity)
@@ -145,6 +144,7 @@ class SparseModel:
         check_share(lr_ramp=lr_ramp)
         self.lr_ramp = as_float(lr_ramp)
         if weights is None:
+            check_model(model, storage=storage)
             weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
         self.weights: tuple[Weight, ...] = tuple(weights)
         """The weights that may be pruned."""
@@ -333,10 +333,9 @@ class SparseModel:
         inner = unwrapped(optimizer)
         check_optimizer(inner)
         parameters = [p for group in inner.param_groups for p in group["params"]]
-        ours = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(parameter) in ours for parameter in parameters):
+        if {id(parameter) for parameter in self.model.parameters()}.isdisjoint(map(id, parameters)):
             raise GrowpruneError("the optimizer has no parameter of the model: create it with model.parameters()")
-        if any(OWNERS.get(parameter, self) is None for parameter in parameters):
+        if None in [OWNERS.get(parameter, self) for parameter in parameters]:
             raise GrowpruneError(
                 "the optimizer holds compact weights from before an edit: create it after the edit, or attach it before"
             )
@@ -436,9 +435,13 @@ class SparseModel:
         check_settings(state["settings"], self.decisive)
         self.check_packed_masks(state["masks"])
         self.set_packed_masks(state["masks"])
+        self.resume(state)
+        self.enforce()
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Load what a state has besides masks."""
         self.editor.num_edits = state["num_edits"]
         self.gradients.load_state_dict(state["gradients"])
-        self.enforce()
 
     def adopt_zeros(self, state: Mapping[str, Tensor] | None = None) -> None:
         """Take the zeros of weights as the masks: those of a `state_dict`, which is loaded, or of the present weights.
@@ -646,24 +649,18 @@ class SparseModel:
     def mask_weights(
         self,
         trained: Mapping[str, SparseParameter],
-        optimizers: Iterable[torch.optim.Optimizer],
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
         only_state: bool = False,
     ) -> None:
         """Set pruned weights to exactly zero, and the state with the shape of its parameter in some optimizers."""
         if self.storage != "masked":
             return  # dead weights are not stored
-        listed = []
-        for stored in trained.values():
-            parameter = stored.parameter
-            tensors: list[Tensor] = [] if only_state else [parameter]
-            for optimizer in optimizers:
-                for entry in optimizer.state[parameter].values() if parameter in optimizer.state else ():
-                    # codes of quantized state are integers, and a code of zero need not stand for zero
-                    if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.is_floating_point():
-                        tensors.append(entry)
-            listed.append((stored, tensors))
-        Masked.enforce(listed)
+        parameters = [stored.parameter for stored in trained.values()]
+        tensors: list[list[Tensor]] = [[] if only_state else [parameter] for parameter in parameters]
+        if optimizers:
+            tensors = [own + _state_like(p, optimizers) for own, p in zip(tensors, parameters, strict=True)]
+        Masked.enforce(list(zip(trained.values(), tensors, strict=True)))
 
     @contextmanager
     def following(self, name: str) -> Iterator[SparseParameter]:
@@ -671,15 +668,15 @@ class SparseModel:
         self.num_mask_changes += 1
         self._densities = None
         stored, optimizers = self.stored[name], self.optimizers()
-        old, dense = stored.parameter, {}
-        if self.storage == "compact":
-            holding = [optimizer for optimizer in optimizers if old in optimizer.state]
-            dense = {o: reshaped(o.state[old], old.shape, stored.to_dense) for o in holding}
+        old = stored.parameter
+        if self.storage == "masked":
+            yield stored
+            Masked.enforce([(stored, _state_like(old, optimizers))])  # the weight itself is zero already
+            return
+        holding = [optimizer for optimizer in optimizers if old in optimizer.state]
+        dense = {o: reshaped(o.state[old], old.shape, stored.to_dense) for o in holding}
         yield stored
         new = stored.parameter
-        if new is old:
-            self.mask_weights({name: stored}, optimizers, only_state=True)  # the weight itself is zero already
-            return
         OWNERS[old], OWNERS[new] = None, weakref.ref(self)
         if not hasattr(new, "device_mesh"):  # FSDP2 knows the new one; DistributedDataParallel would hold the old one
             self._replaced.append(weakref.ref(old))
@@ -983,6 +980,16 @@ class _LoadCheck:
 
 
 _DOES_NOTHING = "".format
+
+
+def _state_like(parameter: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return the state of a parameter that has its shape; not codes of quantized state, whose 0 need not be a zero."""
+    found = []
+    for optimizer in optimizers:
+        for entry in optimizer.state[parameter].values() if parameter in optimizer.state else ():
+            if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.is_floating_point():
+                found.append(entry)
+    return found
 
 
 def _owner(parameter: Tensor) -> SparseModel | None:

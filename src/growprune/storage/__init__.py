@@ -33,7 +33,8 @@ def store(model: nn.Module, names: Collection[str], storage: str, pattern: Patte
                 f"{name} has dtype {dtype}, which torch cannot rank, so it cannot be pruned: add it to keep_dense, or "
                 f"convert it to torch.bfloat16 first"
             )
-    check_adapters(model, names if storage == "compact" else ())
+    if storage == "compact":
+        check_adapters(model, names)
     parameters: dict[str, SparseParameter] = {name: kind(model, name, pattern) for name in names}
     keep_masks(model, parameters)
     return parameters

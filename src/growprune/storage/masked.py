@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
-from growprune.masks.patterns import CPU_CHUNK, Pattern
+from growprune.masks.patterns import CPU_CHUNK, Pattern, in_one_go
 from growprune.storage import kernels
 from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
 
@@ -98,13 +98,14 @@ class Masked(SparseParameter):
             self._bits = {}
             self._hold(mask.to(device))
 
-    def _hold(self, mask: Tensor, *, is_full: bool | None = None) -> None:
+    def _hold(self, mask: Tensor, *, is_full: Tensor | bool | None = None) -> None:
         """Store a mask, in place if there was one, so that compiled or captured code stays valid."""
         self._num_masks += 1
         if mask.device != self._device:
             self._device, self._takes_bits = mask.device, kernels.can_zero_off(mask.device)
-        # asked when it matters: an answer waits for the device
-        self._is_full = mask.all() if is_full is None else is_full
+        if is_full is None:  # on a GPU it is asked when it matters: an answer waits for the device
+            is_full = bool(mask.all()) if mask.device.type == "cpu" else mask.all()
+        self._is_full = is_full
         if self._takes_bits:
             for order in self._bits or [self._row_major]:
                 bits = kernels.pack(mask.permute(order).reshape(-1))
@@ -152,7 +153,10 @@ class Masked(SparseParameter):
 
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
-        _ask_at_once([sparse_parameter for sparse_parameter, _ in shaped_alike])
+        # which masks are full is asked at once, because each single answer would wait for the device
+        asked = [one for one, _ in shaped_alike if isinstance(one._is_full, Tensor)]
+        for one, is_full in zip(asked, in_one_go([one._is_full for one in asked]) if asked else (), strict=True):
+            one._is_full = bool(is_full)
         for sparse_parameter, tensors in shaped_alike:
             for tensor in tensors:
                 sparse_parameter.zero_off(tensor)
@@ -242,18 +246,6 @@ def hookable(parameter: nn.Parameter) -> Iterator[None]:
     yield
     if is_frozen:
         parameter.requires_grad_(False)
-
-
-def _ask_at_once(sparse_parameters: Sequence[Masked]) -> None:
-    """Find out at once which masks are full, if unknown, because each single query would wait for the device."""
-    asked: dict[torch.device | None, list[Masked]] = {}
-    for sparse_parameter in sparse_parameters:
-        sparse_parameter._follow()
-        if isinstance(sparse_parameter._is_full, Tensor):
-            asked.setdefault(sparse_parameter._device, []).append(sparse_parameter)
-    for several in asked.values():
-        for sparse_parameter, is_full in zip(several, torch.stack([s._is_full for s in several]).tolist(), strict=True):  # type: ignore[misc]
-            sparse_parameter._is_full = is_full
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from growprune.methods import find_method
 from growprune.plan import Action, By, Declaration, InitialMask, Part, Plan, declaration_of, walk
 from growprune.plan.phases import fill_lengths, plan_length
 from growprune.plan.settings import as_names, as_seed, check_counts, check_share, check_sparsity
+from growprune.sparse.checks import check_model
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 from growprune.sparse.stepper import LR_RAMP, parse_lr_scaling, unwrapped
@@ -143,7 +144,7 @@ class Settings:
         """The method's name, for messages."""
         return str(getattr(self.method, "__name__", self.method))
 
-    @property
+    @functools.cached_property
     def resolved_allocation(self) -> str:
         """The allocation that the user chose, or else the method's own."""
         return self.allocation or self.declaration.allocation
@@ -258,11 +259,11 @@ class Settings:
         least = 1 - pattern.n / pattern.m if isinstance(pattern, NofM) else 0.0
         if self.is_start_open and 0 < _first_sparsity(plan) < least <= self.sparsity:  # which this pattern cannot have
             plan = self.make_plan(parts, **options | {str(about.rises_from): least})
-        if any(s.phase.epochs for s in walk(plan)) and unit is None:
+        if unit is None and any([s.phase.epochs for s in walk(plan)]):
             raise GrowpruneError(f"{self.name} with epochs also needs iterations_per_epoch=len(loader)")
         return plan, unit
 
-    @property
+    @functools.cached_property
     def is_start_open(self) -> bool:
         """True if the sparsity rises, from a start that the user did not set."""
         about = self.declaration
@@ -296,6 +297,8 @@ class Settings:
             remedy: returns the setting for a training of a given number of steps, for an error.
             is_recipe: True for a recipe, which says all lengths itself, and whose plan may have branches.
         """
+        if sparse is None:
+            check_model(model, storage=self.storage)
         said = self if sparse is None else self.with_settings_of(sparse)
         about, allocation = said.declaration, said.resolved_allocation
 
@@ -335,7 +338,7 @@ class Settings:
         for weight in weights:
             parse_pattern(said.pattern).check(weight, min(targets, default=0.0))
         if not is_recipe:
-            if any(scheduled.branch is not None for scheduled in walk(plan)):
+            if any([scheduled.branch is not None for scheduled in walk(plan)]):
                 raise GrowpruneError(
                     f"{said.name} trains branches on several machines, which a single loop cannot do: use cyclic_gap "
                     f"or gradual_gap, or `growprune train`"
@@ -543,7 +546,7 @@ dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and 
     """
     said, parameters = resolved.settings, dict(model.named_parameters())
     pruned = {weight.parameter for weight in resolved.weights}
-    weights = sum(weight.numel for weight in resolved.weights)
+    weights = sum([weight.numel for weight in resolved.weights])
     frozen = resolved.frozen
     layers = {w.parameter: path for path, several in resolved.layers.items() for w in several}
     kept = dict.fromkeys(path for name, path in layers.items() if name not in pruned and name not in frozen)

@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from growprune.errors import GrowpruneError, warn
 from growprune.files.disk import NUMBER, Names, fault
 from growprune.files.sparse_file import write_file
-from growprune.masks.bits import Snapshot, check_packed, unpack
+from growprune.masks.bits import Snapshot, unpack
 from growprune.plan import By, Plan, walk
 from growprune.plan.settings import check_state
-from growprune.sparse.checks import check_model
 from growprune.sparse.cursor import cursor_of
 from growprune.sparse.model import SparseModel, named_tensors
 from growprune.sparse.model import check_settings as check_decisive
@@ -161,8 +160,6 @@ class Sparsifier:
                 f"{cursor.num_iterations}: use that one, and its load_state_dict to resume. To start another plan from "
                 f"its zeros, call its to_dense_() first and create a new optimizer"
             )
-        if given is None:
-            check_model(self.model, storage=settings.storage)
         first = None
         if resume is not None:
             check_contents(resume)
@@ -193,7 +190,7 @@ class Sparsifier:
     def begin(self, optimizers: Sequence[Any]) -> None:
         """Train with these optimizers: begin the plan, if it has not begun. The last of them advances it."""
         self._optimizers = list(optimizers)
-        for optimizer in optimizers:
+        for optimizer in optimizers[:-1]:
             self.sparse.attach(optimizer)  # all, before an edit gives the model other parameters
         is_new = self.cursor.position < 0
         self.cursor.attach(optimizers[-1])
@@ -336,9 +333,11 @@ class Sparsifier:
             )
         cursor.check_rule(state["cursor"])
 
-        sparse.load_state_dict(state["sparse"])
-        if "weights" in state:
-            sparse.restore(state["weights"])
+        if "weights" not in state:
+            sparse.load_state_dict(state["sparse"])
+        else:
+            sparse.restore(state["weights"])  # masks too
+            sparse.resume(state["sparse"])
             for name, module in _with_extra_state(self.model):
                 module.set_extra_state(state["extra"][name])
             for optimizer, loaded in zip(self._optimizers, state["optimizers"], strict=True):
@@ -466,7 +465,6 @@ def check_weights(saved: Snapshot, own: SparseModel) -> None:
             shape = tuple(tensors[name].shape)
             found += [f"{name} has shape {tuple(values.shape)} in it, but {shape} here"] * (values.shape != shape)
         else:
-            check_packed(mask, stored.shape)
             alive = int(unpack(mask, stored.shape).sum())
             found += [f"{name} has {values.numel()} values in it for {alive} live weights"] * (values.numel() != alive)
     if found:

@@ -29,6 +29,6 @@ RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {
 """By the type of a rule: the class that runs it on a model. It raises, without changes, if it does not fit."""
 
 
-def running(rule: Rule | None, own: SparseModel) -> RunningRule | None:
-    """Return the running rule of a model; None if there is no rule."""
-    return None if rule is None else RULES[type(rule)](rule, own)
+def running(rule: Rule, own: SparseModel) -> RunningRule:
+    """Return the running rule of a model."""
+    return RULES[type(rule)](rule, own)
