@@ -407,7 +407,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def edit(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
-    sparsifier.sparse.prune(to=0.9)
+    sparsifier.sparse.grow(to=0.7)
 
 
 def save_state(model: nn.Module, optimizer: Optimizer, sparsifier: gp.Sparsifier) -> None:
