@@ -26,7 +26,6 @@ from torch import nn
 
 import growprune as gp
 from growprune.files.reader import open_sparse
-from growprune.files.sparse_file import live_tensor
 
 FORMS = [(0.9, "unstructured"), (0.9, "1x8"), (0.95, "unstructured")]
 DENSE, DENSE_NEW = "dense: load_model", "dense: to_empty, load_model, new"
@@ -70,7 +69,6 @@ def cases(dense: Path, ours: Path, millions: int, model: nn.Module) -> dict[str,
         "dense: load_file, assign": into_new(lambda empty: empty.load_state_dict(load_file(dense), assign=True)),
         "dense: load_file, assign, and read": into_new(read_all),
         "sparse: values and bits, checked": lambda: check,
-        "sparse: live_tensor of one layer": lambda: lambda: live_tensor(ours, "0.weight"),
         "sparse: load, compact, new": into_new(lambda empty: gp.load(ours, empty, storage="compact")),
         "sparse: load, compact, mapped, new": into_new(lambda e: gp.load(ours, e, storage="compact", mapped=True)),
         "sparse: deploy, new": into_new(lambda empty: gp.deploy(ours, torch.zeros(1, 1024), into=empty, seconds=0)),

@@ -86,11 +86,11 @@ def test_every_changed_byte_is_refused_or_changes_nothing(reader: str, mixed: Pa
     content, expected, changed = mixed.read_bytes(), READERS[reader](mixed), mixed.with_name("changed")
     data = 8 + int.from_bytes(content[:8], "little")
     harmless = set()
-    for place in range(0, len(content), 1 if reader == "read" else 3):
-        for flip in FLIPS:
-            changed.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
-            if not refused(READERS[reader], changed, expected):
-                harmless.add(place)
+    for number, place in enumerate(range(0, len(content), 1 if reader == "read" else 3)):
+        flip = FLIPS[number % 4]
+        changed.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
+        if not refused(READERS[reader], changed, expected):
+            harmless.add(place)
     if reader == "manifest":
         harmless -= set(range(data, len(content)))  # it reads the header only
     assert not harmless, f"bytes {sorted(harmless)} of {len(content)} went unseen"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.sparse_file import contents, live_tensor
+from growprune.files.sparse_file import contents
 from growprune.sparse.model import SparseModel
 
 
@@ -39,7 +39,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "mapped": lambda path: file.load(path, Net(), storage="compact", mapped=True).model.state_dict(),
     "manifest": file.manifest,
     "contents": contents,
-    "live": lambda path: live_tensor(path, "linear.weight"),
 }
 
 

@@ -31,7 +31,7 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.manifest import bytes_of
-from growprune.files.sparse_file import contents, live_tensor
+from growprune.files.sparse_file import contents
 from growprune.masks.bits import pack, unpack
 from growprune.masks.encoding import from_gaps, to_gaps
 from growprune.sparse.model import SparseModel
@@ -150,18 +150,6 @@ def test_attention_with_gaps_comes_back_everywhere(dtype: torch.dtype, keep: lis
     arrays = runpy.run_path(str(EXAMPLE))["read"](path)
     for name, exact in state.items():
         np.testing.assert_array_equal(arrays[name], (exact.float() if dtype == torch.bfloat16 else exact).numpy())
-
-
-@pytest.mark.parametrize("pattern", ["unstructured", "1x8", "1x16", "1x4", "8x1", "2:4"])
-@pytest.mark.parametrize("sparsity", [0.5, 0.98])
-def test_live_values_and_bits_of_a_tensor_are_had_from_the_file(pattern: str, sparsity: float, tmp_path: Path) -> None:
-    sparse = SparseModel(nn.Conv2d(16, 24, 3, bias=False), sparsity=sparsity, pattern=pattern)
-    sparse.prune()
-    file.save(sparse, tmp_path / "model")
-    values, bits = live_tensor(tmp_path / "model", "weight")
-    mask = sparse.masks["weight"]
-    assert torch.equal(unpack(bits, mask.shape), mask)
-    assert torch.equal(values, sparse.model.weight[mask])
 
 
 def test_what_a_tensor_with_gaps_takes_is_told(few: Path) -> None:

@@ -180,19 +180,6 @@ def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
         return found
 
 
-def live_tensor(path: str | os.PathLike[str], name: str) -> tuple[Tensor, Tensor]:
-    """Return the live values of a prunable tensor in row-major order, and its mask as bits, both checked.
-
-    Bits are eight to a byte, the first in the lowest. No dense tensor is created, and no mask of bools unless the
-    pattern has blocks.
-    """
-    with open_sparse(path) as file:
-        if name not in file.entries or not file.entries[name].weights:
-            raise GrowpruneError(f"{path} has no prunable tensor {name!r}: use a name from its manifest")
-        values, bits = file.live(file.entries[name])
-        return values.clone(), bits.clone()  # views of a file would be lost if the file is written to
-
-
 def _give_memory(model: nn.Module, *, but: Collection[str] = ()) -> None:
     """Allocate tensors from the meta device on the CPU, uninitialized. Tied tensors stay tied.
 

@@ -309,10 +309,6 @@ class RunRow:
     def finished(self) -> tuple[Record, ...]:
         return tuple(run for run in self.runs if run.is_finished)
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.finished) == len(self.runs)
-
     @cached_property
     def metric(self) -> Metric:
         return next((run.metric for run in self.runs if run.metric.name), Metric(""))

@@ -228,10 +228,6 @@ class Cursor:
         place = "before its first phase" if self.position < 0 else f"phase {self.position + 1} of {len(self.schedule)}"
         return f"Cursor({name}, {'over' if self.is_over else place}, {self.iteration} iterations done)"
 
-    def skip_to(self, done: int) -> None:
-        """Record that the first `done` iterations of the current phase are done already."""
-        self.iteration = self.start + done
-
     # Phases
 
     def _enter_next(self, start: int | None = None) -> ScheduledPhase | None:
