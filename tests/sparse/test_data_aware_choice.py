@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from growprune.masks.patterns import Unstructured, parse_pattern
-from growprune.sparse.group_choice import group_keys, keep_best, num_choosable, shares, wanda_mask
-from growprune.sparse.sparsegpt import inverse_factor, sparsegpt_pruned
+from growprune.sparse.layer_choice import (
+    group_keys,
+    inverse_factor,
+    keep_best,
+    num_choosable,
+    shares,
+    sparsegpt_pruned,
+    wanda_mask,
+)
 
 
 def full(matrix: Tensor) -> Tensor:
@@ -142,7 +149,7 @@ def test_sparsegpt_in_many_blocks_of_columns_is_sparsegpt_in_one(monkeypatch: py
     products, matrix = correlated(40), torch.randn(6, 40, dtype=torch.float64)
     factor, _ = inverse_factor(products[None])
     mask, values = sparsegpt_pruned(matrix, full(matrix), factor, 120, parse_pattern("2:4"))
-    monkeypatch.setattr("growprune.sparse.sparsegpt.COLUMNS", 8)  # what follows is brought up to date more often
+    monkeypatch.setattr("growprune.sparse.layer_choice.COLUMNS", 8)  # what follows is brought up to date more often
     again, same = sparsegpt_pruned(matrix, full(matrix), factor, 120, parse_pattern("2:4"))
     assert torch.equal(mask, again)
     torch.testing.assert_close(values * mask, same * mask)
@@ -186,7 +193,7 @@ def test_sparsegpt_errs_less_than_wanda_where_inputs_differ_in_size() -> None:
 
 
 def test_blocks_of_columns_share_by_the_costs_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growprune.sparse.sparsegpt.COLUMNS", 2)
+    monkeypatch.setattr("growprune.sparse.layer_choice.COLUMNS", 2)
     matrix = torch.tensor([[1.0, 5.0, 1.0, 1.0], [1.0, 6.0, 7.0, 1.0]])
     products = torch.eye(4)[None]  # no correlations: costs are magnitudes
     mask, _ = sparsegpt_pruned(matrix, full(matrix), inverse_factor(products)[0], 3, Unstructured())

@@ -28,8 +28,7 @@ from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, me
 from growprune.plan.phases import fold
 from growprune.recipes.digits import dense
 from growprune.sparse.model import SparseModel
-from growprune.sparse.rules.dpf_rule import DpfRule
-from growprune.sparse.rules.str_rule import StrRule
+from growprune.sparse.rules import DpfRule, StrRule
 from growprune.tasks.digits import Digits
 
 ALL = Part("all", ("weight",))

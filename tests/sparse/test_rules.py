@@ -19,7 +19,7 @@ from growprune.methods.admm import Admm
 from growprune.plan import Part, Phase, prune
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
-from growprune.sparse.rules.admm_rule import AdmmRule
+from growprune.sparse.rules import AdmmRule
 
 ALL = Part("all", ("weight",))
 

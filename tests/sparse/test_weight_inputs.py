@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from growprune.masks.layers import prunable_weights
 from growprune.sparse.calibration import Calibration, looking_only
-from growprune.sparse.group_choice import to_matrix
+from growprune.sparse.layer_choice import to_matrix
 from growprune.sparse.model import SparseModel
 
 
@@ -71,7 +71,7 @@ def test_inputs_are_added_up_over_batches_in_chunks_of_any_size(monkeypatch: pyt
     torch.manual_seed(0)
     layer, x = nn.Conv2d(3, 4, 3).double(), torch.randn(6, 3, 5, 5, dtype=torch.float64)
     (whole,) = statistics(layer, x).values()
-    monkeypatch.setattr("growprune.sparse.weight_inputs.CHUNK", 1)
+    monkeypatch.setattr("growprune.sparse.calibration.CHUNK", 1)
     (parts,) = statistics(layer, x[:1], x[1:]).values()
     torch.testing.assert_close(parts, whole)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +12,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.layers import Layers, Weight, is_norm, layer_weights, matches
+from growprune.masks.layers import (
+    Layers,
+    Weight,
+    adapter_parameters,
+    computed_weights,
+    first_names,
+    is_norm,
+    layer_weights,
+    matches,
+    matching,
+)
 from growprune.masks.patterns import Pattern, in_one_go, row_chunks, write_groups
 
 
@@ -237,3 +249,75 @@ def _has_moved(tensor: Tensor | None) -> bool:
         return False
     local = tensor.detach()
     return bool((local != local[0]).any())
+
+
+# What stays dense
+
+LARGE = 0.01
+"""The least share of the model's parameters at which a dense parameter is worth a warning."""
+
+
+def unpruned(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> Iterator[str]:
+    """Yield warnings about large layers that will not be pruned, and about layers with computed weights.
+
+    Args:
+        weights: the weights that may become sparse.
+        keep_dense: names or globs of what the user keeps dense.
+    """
+    if computed := _computed_and_dense(model, weights, keep_dense):
+        yield (
+            f"these weights are computed from other parameters (as by weight_norm) and will not be pruned: "
+            f"{_listed(computed)}. Remove the parametrization first, or add them to keep_dense=[...]"
+        )
+    if large := _large_and_dense(model, weights, keep_dense):
+        yield (
+            f"these large parameters belong to no known kind of layer and will not be pruned: {_listed(large)}. Add "
+            f"them to include=[...] to prune them, or to keep_dense=[...]"
+        )
+
+
+def _computed_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> list[str]:
+    """Return the layers with a computed weight, unless its parameters are pruned or in keep_dense."""
+    computed = computed_weights(model)
+    named = _matched(keep_dense, [*computed, *itertools.chain.from_iterable(computed.values())])
+    known = named | {weight.parameter for weight in weights}
+    return [name for name, sources in computed.items() if name not in named and known.isdisjoint(sources)]
+
+
+def _large_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> list[str]:
+    """Return matrices with at least 1 % of the model's parameters that are neither pruned nor in keep_dense."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    least = LARGE * sum(map(math.prod, shapes.values()))
+    known = {weight.parameter for weight in weights}
+    known |= {source for sources in computed_weights(model).values() for source in sources}
+    first = first_names(model)
+    known |= {first[name] for name in _matched(keep_dense, first)}
+    dense = _meant_to_be_dense(model)
+    return [
+        f"{name} ({'x'.join(map(str, shapes[name]))})"
+        for name, parameter in model.named_parameters()
+        if len(shapes[name]) >= 2
+        and shapes[name][0] > 1  # what is added to every example, such as positions, begins with a 1
+        and math.prod(shapes[name]) >= least
+        and parameter.is_floating_point()
+        and name not in known
+        and id(parameter) not in dense
+        and not any(word in name.lower() for word in ("embed", "bias"))
+    ]
+
+
+def _meant_to_be_dense(model: Any) -> set[int]:
+    """The parameters of embeddings, norms and adapters."""
+    dense = adapter_parameters(model)
+    for module in model.modules():
+        if hasattr(module, "num_embeddings") or is_norm(module):
+            dense |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    return dense
+
+
+def _matched(patterns: Sequence[str], names: Iterable[str]) -> set[str]:
+    return set(itertools.chain.from_iterable(matching(patterns, names)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -24,8 +24,7 @@ from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, declaration_o
 from growprune.plan.phases import onward
 from growprune.plan.settings import as_float, check_counts, check_state, plain
 from growprune.sparse.model import SparseModel, check_sparse_model, sparse_model_of
-from growprune.sparse.rules import running
-from growprune.sparse.rules.base import RunningRule
+from growprune.sparse.rules import RunningRule, running
 from growprune.sparse.stepper import unwrapped
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)

@@ -10,27 +10,28 @@ import copy
 import gc
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from growprune.errors import MAX_VALUE, GrowpruneError, shorten, warn
 from growprune.masks.allocation import parse_cost_power
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
-from growprune.masks.inspection import already_sparse, check_sparse, masks_of_zeros
+from growprune.masks.inspection import already_sparse, check_sparse, masks_of_zeros, unpruned
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
 from growprune.plan import By, Edit, Part, Score, grow, parse_choice, prune
 from growprune.plan.settings import as_float, as_names, as_seed, check_share, check_sparsity, check_state
-from growprune.sparse.checks import check_model, check_parameter, is_fsdp2, unpruned
 from growprune.sparse.editor import Editor
 from growprune.sparse.flops import cost_factors
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.stepper import (
+    INSTEAD,
     LR_RAMP,
     OWNERS,
     Exponent,
@@ -50,12 +51,13 @@ from growprune.sparse.summary import Summary, summarise
 from growprune.storage import Masked, SparseParameter, make_plain, store
 from growprune.storage.adapters import stored_in
 from growprune.storage.compact import layouts_of
+from growprune.storage.compact_layers import LAYOUTS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from growprune.sparse.cursor import Cursor
-    from growprune.sparse.rules.base import RunningRule
+    from growprune.sparse.rules import RunningRule
 
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -1065,6 +1067,54 @@ def _named_alike(copy: nn.Module, parameters: Mapping[str, SparseParameter]) -> 
 
 
 # Checks
+
+
+def is_fsdp2(modules: Iterable[Any]) -> bool:
+    """True if `fully_shard` was called on any of the modules. It changes their class."""
+    return any([hasattr(kind, "set_reshard_after_backward") for kind in {type(module) for module in modules}])
+
+
+def check_model(model: nn.Module, *, storage: str | None = None) -> None:
+    """Raise if a model cannot be made sparse, is already wrapped, or is sharded in an unsupported way.
+
+    Args:
+        storage: how weights will be stored, if FSDP2 may have sharded some already.
+    """
+    if not isinstance(model, nn.Module):
+        raise GrowpruneError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
+    sharded: Collection[str] = ()
+    if storage is not None and is_fsdp2(model.modules()):
+        from growprune import sharding  # FSDP2 takes a second to load
+
+        sharded = sharding.sharded_names(model, storage)
+    for path, module in model.named_modules():
+        homes = {home for kind in type(module).__mro__ for home in (kind.__module__, kind.__module__.split(".")[0])}
+        if "torch.distributed.fsdp.fully_sharded_data_parallel" in homes:
+            raise GrowpruneError(f"FSDP1 (FullyShardedDataParallel) flattens weights and loses sparse ones: {INSTEAD}")
+        if "deepspeed" in homes:
+            raise GrowpruneError(f"DeepSpeed cannot train a sparse model: {INSTEAD}")
+        if vars(module).get(LAYOUTS):  # also while all weights are live
+            raise GrowpruneError(
+                f"{path or 'the model'} already belongs to another SparseModel (storage='compact'): call its "
+                f"to_dense_() first, or use a new model"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh") and name not in sharded:
+            raise GrowpruneError(
+                f"{name} is already sharded (it is a DTensor): create the SparseModel from the plain model, then shard "
+                f"it"
+            )
+        check_parameter(name, parameter)
+        if is_lazy(parameter):
+            raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
+
+
+def check_parameter(name: str, parameter: Any) -> None:
+    """Raise if FSDP1 or DeepSpeed has taken over a parameter."""
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise GrowpruneError(f"{name} was flattened by FSDP1 (FullyShardedDataParallel): {INSTEAD}")
+    if hasattr(parameter, "ds_id"):
+        raise GrowpruneError(f"{name} belongs to DeepSpeed's ZeRO, which cannot train a sparse model: {INSTEAD}")
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

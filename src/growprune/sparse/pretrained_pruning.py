@@ -22,11 +22,17 @@ from growprune.masks.ranking import check_finite
 from growprune.plan import prune
 from growprune.plan.settings import check_counts
 from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
-from growprune.sparse.checks import check_model
-from growprune.sparse.group_choice import chosen_in_all, to_matrix, wanda_mask, write_matrix
-from growprune.sparse.model import SparseModel, check_sparse_model
+from growprune.sparse.layer_choice import (
+    DAMPENING,
+    chosen_in_all,
+    inverse_factor,
+    sparsegpt_pruned,
+    to_matrix,
+    wanda_mask,
+    write_matrix,
+)
+from growprune.sparse.model import SparseModel, check_model, check_sparse_model
 from growprune.sparse.reconstruction import checked_sizes, reconstruct, recorded, without_caches
-from growprune.sparse.sparsegpt import DAMPENING, inverse_factor, sparsegpt_pruned
 
 CRITERIA = ("sparsegpt", "wanda", "magnitude")
 UNREACHED = ("error", "magnitude")

@@ -23,7 +23,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import like, whole
-from growprune.sparse.checks import INSTEAD
 from growprune.storage import SparseParameter
 from growprune.storage.masked import is_wrapped, plain
 from growprune.storage.parameter import uncompiled
@@ -43,6 +42,8 @@ class _Owners(WeakTensorKeyDictionary):
 OWNERS: Any = _Owners()
 """By parameter: a weak reference to the SparseModel that owns its mask, or None if an edit has replaced the parameter.
 An optimizer knows only parameters, so this is how the first step of a new optimizer finds the masks."""
+
+INSTEAD = "shard it with sparse.shard(mesh), which is torch's FSDP2 (fully_shard)"
 
 STEPPER = "_growprune_stepper"
 """The attribute of an optimizer that holds its stepper."""

@@ -28,9 +28,8 @@ from growprune.methods import find_method
 from growprune.plan import Action, By, Declaration, InitialMask, Part, Plan, declaration_of, walk
 from growprune.plan.phases import fill_lengths, plan_length
 from growprune.plan.settings import as_names, as_seed, check_counts, check_share, check_sparsity
-from growprune.sparse.checks import check_model
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.model import SparseModel
+from growprune.sparse.model import SparseModel, check_model
 from growprune.sparse.stepper import LR_RAMP, parse_lr_scaling, unwrapped
 from growprune.storage import parse_storage
 

@@ -1,0 +1,429 @@
+"""Rules: what a phase does in each iteration besides the optimizer's step.
+
+A method names a rule with a value (a `Rule`, see plan/phases.py). The classes here run them on a model, around each
+step of an attached optimizer. To add one: its class, and a line in `RULES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.masks.layers import Weight
+from growprune.masks.patterns import in_one_go
+from growprune.masks.ranking import choose, random_keys, salt_of
+from growprune.methods.admm import Admm
+from growprune.methods.deepr import Deepr
+from growprune.methods.dpf import Dpf
+from growprune.methods.str_ import Str
+from growprune.plan import Part, Rule, prune
+from growprune.sparse.model import SparseModel
+from growprune.storage.masked import zero_off
+
+
+class RunningRule:
+    """A rule that runs on a part of a sparse model, which needs masked storage.
+
+    Args:
+        why: the reason, for an error.
+    """
+
+    by_weight: tuple[str, ...] = ()
+    """The entries of its state that have a number for each weight."""
+    counts: tuple[str, ...] = ()
+    """The entries of its state that have a count for each parameter."""
+    num_rewirings = 0
+    """How often the rule may have changed masks. The masks of replicas are compared after each time."""
+
+    def __init__(self, own: SparseModel, part: Part, why: str) -> None:
+        if own.storage != "masked":
+            raise GrowpruneError(f"{why}: use storage='masked', not {own.storage!r}")
+        self._own = own
+        self.weights = own.editor.weights_of(part)
+        self.names = tuple(dict.fromkeys(weight.parameter for weight in self.weights))
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self._own.model.get_parameter(name)
+
+    def ours(self, trained: Mapping[str, float]) -> list[str]:
+        """Return the part's parameters among those that an optimizer trains."""
+        return [name for name in self.names if name in trained]
+
+    def here(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors by parameter name, on the devices of the parameters."""
+        return {name: tensor.to(self.parameter(name).device) for name, tensor in saved.items()}
+
+    def check_rates(self, who: str, trained: Mapping[str, float]) -> None:
+        """Raise, before anything is changed, if an optimizer has no learning rate for a parameter of the part."""
+        if unknown := [name for name in self.ours(trained) if math.isnan(trained[name])]:
+            raise GrowpruneError(
+                f"{who} needs the learning rate of each step, but the optimizer has no lr for {unknown[0]}: set one "
+                f"(for transformers' Adafactor, lr=1e-3 with relative_step=False), or use another optimizer"
+            )
+
+    def enter(self) -> None:
+        """Called when a phase begins, after its edits. Not called when a phase is resumed; its state is loaded then."""
+
+    def before_step(self, trained: Mapping[str, float], /) -> None:
+        """Called before a step, when the gradients of the optimizer's prunable parameters are computed.
+
+        Args:
+            trained: their learning rates, by name; NaN if the optimizer has none (see `check_rates`).
+        """
+
+    def after_step(self, trained: Mapping[str, float], /) -> None:
+        """Called after the step, when pruned weights are exactly zero again."""
+
+    def figures(self) -> dict[str, float]:
+        """Return numbers to log. `sparsity` is the fraction of zeros that the rule itself has made."""
+        return {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise unless a state has the entries of this rule: tensors by weight, and numbers."""
+        wanted, scalar = self.state_dict(), [weight.name for weight in self.weights]
+        wrong = [name for name in wanted if name not in state]
+        for name in wanted if not wrong else ():
+            value = state[name]
+            if not isinstance(wanted[name], Mapping):
+                wrong += [name] * (type(value) is bool or not isinstance(value, int | float))
+                continue
+            is_begun = state.get("iteration", 1) != 0  # before the first iteration there may be none
+            names = scalar if name in self.by_weight else self.names
+            if not isinstance(value, Mapping) or (is_begun and set(value) != set(names)):
+                wrong.append(name)
+                continue
+            shapes = {n: self._own.stored[n].shape for n in self.names}
+            for key, one in value.items():
+                fits = isinstance(one, int) if name in self.counts else isinstance(one, Tensor)
+                if not fits or (
+                    isinstance(one, Tensor) and one.shape != (torch.Size() if name in self.by_weight else shapes[key])
+                ):
+                    wrong.append(f"{name}[{key!r}]")
+        if wrong:
+            raise GrowpruneError(
+                f"the state is damaged: the rule of its phase lacks {wrong[0]}, or has another kind of value there"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        raise NotImplementedError
+
+
+class AsideRule(RunningRule):
+    """A rule that keeps dense weights w aside, and lets the model compute with weights that are made from them.
+
+    The optimizer steps on the dense weights: before a step they are written into the parameters, in place, so that
+    compiled or captured code stays valid; after it they are taken out again.
+    """
+
+    def __init__(self, own: SparseModel, part: Part, why: str) -> None:
+        super().__init__(own, part, why)
+        self.w: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        self.w = {name: self.parameter(name).detach().clone() for name in self.names}
+
+    @torch.no_grad()
+    def put_in(self, names: Iterable[str]) -> None:
+        """Write the dense weights into the parameters before a step."""
+        for name in names:
+            self.parameter(name).copy_(self.w[name])
+
+    def take_out(self, names: Iterable[str]) -> None:
+        """Take the dense weights out after a step. The model's weights are then computed from them."""
+        for name in names:
+            self.w[name].copy_(self.parameter(name).detach())
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return copies of the dense weights, which steps change in place."""
+        return {name: tensor.clone() for name, tensor in self.w.items()}
+
+    def load_aside(self, w: Mapping[str, Tensor]) -> None:
+        self.w = {name: tensor.clone() for name, tensor in self.here(w).items()}
+
+
+class Iterations:
+    """Count iterations by the parameters that are stepped. Several optimizers may step one after the other."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._stepped: set[str] = set()
+
+    def step(self, names: Iterable[str]) -> bool:
+        """Record that these are stepped. Return True if that begins an iteration, as when one of them steps again."""
+        names = set(names)
+        is_new = not self._stepped or not self._stepped.isdisjoint(names)
+        if is_new:
+            self.begun, self._stepped = self.begun + 1, set()
+        self._stepped |= names
+        return is_new
+
+    def resume(self, begun: int) -> None:
+        self.begun, self._stepped = begun, set()
+
+
+class AdmmRule(RunningRule):
+    """Add rho (W - Z + U) to the gradients, and update Z and U at regular intervals."""
+
+    def __init__(self, rule: Admm, own: SparseModel) -> None:
+        super().__init__(own, rule.part, "ADMM needs all weights dense")
+        self.rule = rule
+        self._iterations = Iterations()
+        self.Z: dict[str, Tensor] = {}  # Z and U are made of the weights as the first step finds them
+        self.U: dict[str, Tensor] = {}
+
+    @property
+    def W(self) -> dict[str, Tensor]:
+        return {name: self.parameter(name) for name in self.names}
+
+    @torch.no_grad()
+    def before_step(self, trained: Mapping[str, float]) -> None:
+        own = self.ours(trained)
+        if own and self._iterations.step(own):
+            self._begin_iteration(self._iterations.begun - 1)
+        for name, w in self.W.items():
+            if w.grad is not None and name in own:
+                w.grad.add_(w - self.Z[name] + self.U[name], alpha=self.rule.rho)
+
+    def _begin_iteration(self, number: int) -> None:
+        W = self.W
+        if number == 0:
+            self.U = {name: torch.zeros_like(w) for name, w in W.items()}
+            self.Z = self._project(W)
+        elif number % self.rule.every == 0:
+            self.Z = self._project({name: w + self.U[name] for name, w in W.items()})
+            self.U = {name: self.U[name] + w - self.Z[name] for name, w in W.items()}
+
+    def _project(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        masks = self._own.editor.kept(prune(self.rule.part, to=self.rule.to), values)
+        return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": self._iterations.begun, "Z": dict(self.Z), "U": dict(self.U)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._iterations.resume(state["iteration"])
+        self.Z, self.U = self.here(state["Z"]), self.here(state["U"])
+
+
+class DeeprRule(RunningRule):
+    """Add the L1 gradient before each step; add noise and rewire after it."""
+
+    counts = ("iteration",)
+
+    def __init__(self, rule: Deepr, own: SparseModel) -> None:
+        super().__init__(own, rule.part, "DeepR edits masks in every iteration")
+        if not own.pattern.is_single:
+            raise GrowpruneError(
+                f"DeepR needs pattern='unstructured', because it uses the signs of single weights, got "
+                f"{own.pattern.name!r}"
+            )
+        self.rule = rule
+        self._iteration: dict[str, int] = {}
+        """How many steps each parameter has had."""
+        self._sign: dict[str, Tensor] = {}
+        """Those before the step that is being done."""
+
+    def enter(self) -> None:
+        self._iteration = dict.fromkeys(self.names, 0)
+
+    @torch.no_grad()
+    def before_step(self, trained: Mapping[str, float]) -> None:
+        self.check_rates("DeepR", trained)
+        for name in self.ours(trained):
+            parameter = self.parameter(name)
+            self._sign[name] = parameter.sign()
+            if parameter.grad is not None:
+                parameter.grad.add_(self._sign[name], alpha=self.rule.l1)  # zero where nothing lives
+
+    @torch.no_grad()
+    def after_step(self, trained: Mapping[str, float]) -> None:
+        masks = {name: self._own.stored[name].mask().clone() for name in self.ours(trained)}
+        for name, mask in masks.items():
+            self._shake(name, mask, trained[name])
+        before = {name: self._sign.pop(name) for name in masks}  # what was zero is new, and gets its sign now
+        died = {name: (sign != 0) & (self.parameter(name).sign() != sign) for name, sign in before.items()}
+        self._rewire(masks, died)
+        for name in masks:
+            self._iteration[name] += 1
+        self.num_rewirings += 1
+
+    def _shake(self, name: str, mask: Tensor, lr: float) -> None:
+        parameter, temperature = self.parameter(name), self.rule.temperature_at(self._iteration[name])
+        generator = torch.Generator(parameter.device).manual_seed(self._salt(name, "noise") >> 1)
+        noise = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
+        parameter.add_(noise.mul_(mask), alpha=math.sqrt(2 * lr * temperature))
+
+    def _rewire(self, masks: Mapping[str, Tensor], died: Mapping[str, Tensor]) -> None:
+        weights = [weight for weight in self.weights if weight.parameter in masks]
+        counts = in_one_go([torch.count_nonzero(weight.of(died[weight.parameter])) for weight in weights])
+        changed = dict.fromkeys(weight.parameter for weight, count in zip(weights, counts, strict=True) if count)
+        for name in changed:  # first, so that a revived weight starts from zero
+            masks[name].logical_and_(~died[name])
+            self._own.editor.set_mask(name, masks[name])
+        for weight, count in zip(weights, counts, strict=True):
+            if count:
+                self._revive(weight, weight.of(masks[weight.parameter]), count)
+        for name in changed:
+            self._own.editor.set_mask(name, masks[name])
+
+    def _revive(self, weight: Weight, mask: Tensor, count: int) -> None:
+        """Make `count` random dead weights live in a mask."""
+        keys = random_keys(0, mask.numel(), self._salt(weight.parameter, weight.name), mask.device)
+        keys.mul_(~mask.reshape(-1))
+        walks = choose([lambda: iter([keys.clone()])], count, device=keys.device)
+        (chosen,) = (torch.cat(list(chunks)) for chunks in walks)
+        mask.logical_or_(chosen.view(mask.shape))
+
+    def _salt(self, parameter: str, what: str) -> int:
+        """Return the seed of a parameter's random numbers in this iteration, the same on every machine."""
+        return salt_of(self._own.seed, self._own.editor.num_edits, self._iteration[parameter], parameter, what)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": dict(self._iteration)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._iteration = dict(state["iteration"])
+
+
+class DpfRule(AsideRule):
+    """Use the gradient at m * w for w, and recompute m at regular intervals."""
+
+    def __init__(self, rule: Dpf, own: SparseModel) -> None:
+        super().__init__(own, rule.part, "DPF needs all weights dense")
+        self.rule = rule
+        for weight in self.weights:  # the first that is pruned is the least sparse, and a pattern may forbid it
+            own.pattern.check(weight, rule.target(0) or rule.target(rule.every))
+        self._iterations = Iterations()
+        self._target = 0.0
+        self.m: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        self.begin()
+        self._prune()
+
+    @torch.no_grad()
+    def before_step(self, trained: Mapping[str, float]) -> None:
+        if own := self.ours(trained):
+            self._iterations.step(own)
+            self.put_in(own)
+
+    @torch.no_grad()
+    def after_step(self, trained: Mapping[str, float]) -> None:
+        own = self.ours(trained)
+        if not own:
+            return
+        self.take_out(own)
+        if self._iterations.begun % self.rule.every == 0:
+            self._prune()  # after the step of each optimizer, so that the last one's mask is made of all new weights
+        else:
+            self._mask(own)
+
+    def _prune(self) -> None:
+        self._target = self.rule.target(self._iterations.begun)
+        if self._target > 0:
+            self.m = self._own.editor.kept(prune(self.rule.part, to=self._target), self.w)
+            self.put_in(self.m)
+            self._mask(list(self.m))
+
+    def _mask(self, names: list[str]) -> None:
+        for name in names if self.m else ():
+            zero_off(self.m[name], self.parameter(name))
+
+    def figures(self) -> dict[str, float]:
+        return {"sparsity": self._target}
+
+    def state_dict(self) -> dict[str, Any]:
+        place = {"iteration": self._iterations.begun, "target": self._target}
+        return {**place, "w": self.saved(), "m": dict(self.m)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._iterations.resume(state["iteration"])
+        self._target = state["target"]
+        self.load_aside(state["w"])
+        self.m = self.here(state["m"])
+
+
+class StrRule(AsideRule):
+    """Convert the gradient of the model's weights into gradients of w and s, and train s.
+
+    Clipping comes before, so it sees the gradients of the model's weights.
+    """
+
+    by_weight = ("s",)
+
+    def __init__(self, rule: Str, own: SparseModel) -> None:
+        super().__init__(own, rule.part, "STR needs all weights dense")
+        self.rule = rule
+        self.s: dict[str, Tensor] = {}
+        """By the name of a weight; a number each."""
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        self.begin()
+        for weight in self.weights:
+            w = self.w[weight.parameter]
+            dtype = torch.promote_types(w.dtype, torch.float32)
+            self.s[weight.name] = torch.tensor(float(self.rule.s_init), dtype=dtype, device=w.device)
+        self._shrink(self.names)
+
+    @torch.no_grad()
+    def before_step(self, trained: Mapping[str, float]) -> None:
+        self.check_rates("STR", trained)
+        for weight in self.weights:
+            gradient = self.parameter(weight.parameter).grad
+            if weight.parameter in trained and gradient is not None:
+                g, w, s = weight.of(gradient), weight.of(self.w[weight.parameter]), self.s[weight.name]
+                t = s.sigmoid()
+                g.mul_(w.abs() > t)  # where the model has zeros, w does not count
+                of_s = -(g * w.sign()).sum(dtype=s.dtype) * t * (1 - t)
+                of_s += self.rule.s_decay * s
+                s.mul_(1 - self.rule.s_shrink).sub_(of_s, alpha=trained[weight.parameter])
+        self.put_in(self.ours(trained))
+
+    @torch.no_grad()
+    def after_step(self, trained: Mapping[str, float]) -> None:
+        own = self.ours(trained)
+        self.take_out(own)
+        self._shrink(own)
+
+    def _shrink(self, names: Sequence[str]) -> None:
+        for weight in self.weights:
+            if weight.parameter in names:
+                w, t = weight.of(self.parameter(weight.parameter)), self.s[weight.name].sigmoid()
+                w.sub_(w.clamp(-t, t))  # so that what is zero is never a negative zero
+
+    def figures(self) -> dict[str, float]:
+        total = sum(weight.numel for weight in self.weights)
+        alive = sum(in_one_go([torch.count_nonzero(w.of(self.parameter(w.parameter))) for w in self.weights]))
+        return {"sparsity": 1 - alive / total if total else 0.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": self.saved(), "s": {name: s.clone() for name, s in self.s.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.load_aside(state["w"])
+        device = {weight.name: self.w[weight.parameter].device for weight in self.weights}
+        self.s = {name: torch.clone(s).to(device[name]) for name, s in state["s"].items()}
+
+
+RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {
+    Admm: AdmmRule,
+    Dpf: DpfRule,
+    Str: StrRule,
+    Deepr: DeeprRule,
+}
+"""By the type of a rule: the class that runs it on a model. It raises, without changes, if it does not fit."""
+
+
+def running(rule: Rule, own: SparseModel) -> RunningRule:
+    """Return the running rule of a model."""
+    return RULES[type(rule)](rule, own)
