@@ -5,11 +5,13 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from sharded import Run, ranks
 
 from growprune.engine import building
 
@@ -30,19 +32,28 @@ WITH_PORTS = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start processes which meet at a port go to one worker: a free port is free only until it is taken.
 
-    So do those that look at the site, which is built once.
+    So do those that look at the site, which is built once, and those of two ranks, which are started once.
     """
     for item in items:
         if item.path.stem in WITH_PORTS:
             item.add_marker(pytest.mark.xdist_group("ports"))
         elif item.path.stem in ("test_docs", "test_docs_browser"):
             item.add_marker(pytest.mark.xdist_group("site"))
+        elif item.path.stem in ("test_sharding", "test_sharded_checkpoints"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 def pytest_collection_finish() -> None:
     """What was imported stays: the collector of garbage, which tests call often, need not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def on_two() -> Iterator[Run]:
+    """Two ranks with a mesh, which run a function."""
+    with ranks(2) as run:
+        yield run
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import forked
 import pytest
 import torch
 from paths import ROOT
-from sharded import Run, Transformer, assert_same, batches, loss_of, make, mine, ranks, weights_of
+from sharded import Run, Transformer, assert_same, batches, loss_of, make, mine, weights_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,13 +23,6 @@ import growprune as gp
 from growprune import By, Partition, methods
 from growprune.files import writer
 from growprune.files.sharded_checkpoints import prepare_optimizer
-
-
-@pytest.fixture(scope="module")
-def on_two() -> Iterator[Run]:
-    with ranks(2) as run:
-        yield run
-
 
 # Building, files
 

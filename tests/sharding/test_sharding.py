@@ -41,13 +41,6 @@ from growprune.sharding.ranks import Ranks
 from growprune.storage import block_products
 from growprune.storage.kernels import Layout
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Iterator[Run]:
-    with ranks(2) as run:
-        yield run
-
-
 # Training
 
 
