@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from growprune import Cursor, Partition, SparseModel, methods
-from growprune.integrations.averages import Copies
-from growprune.integrations.callback import Figures
+from growprune.integrations.callback import Copies, Figures
 
 
 def test_churn_is_the_share_of_the_live_weights_that_were_dead() -> None:

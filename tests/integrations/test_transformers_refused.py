@@ -18,9 +18,7 @@ from transformers_cases import make_data, make_model, make_trainer, train
 
 from growprune import GrowpruneError
 from growprune.integrations.callback import call_first
-from growprune.integrations.transformers import GrowPruneCallback
-from growprune.integrations.transformers_frames import calling_trainer
-from growprune.integrations.transformers_trainer import check_trainer
+from growprune.integrations.transformers import GrowPruneCallback, calling_trainer, check_trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import growprune as gp
 from growprune import By, Partition, methods
 from growprune.sharding import units_of
-from growprune.sharding.ranks import Ranks
+from growprune.sharding.handles import Ranks
 from growprune.storage import block_products
 from growprune.storage.kernels import Layout
 

@@ -25,7 +25,7 @@ from growprune.errors import GrowpruneError
 from growprune.files import disk
 from growprune.files.disk import replacing
 from growprune.masks.bits import pack
-from growprune.sharding.parameter import ShardedCompact
+from growprune.sharding.units import ShardedCompact
 from growprune.sparse.model import named_tensors
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from growprune.sparse.model import SparseModel, sparse_model_of
 from growprune.sparse.summary import targets
 
 if TYPE_CHECKING:
-    from growprune.sharding.ranks import Ranks
+    from growprune.sharding.handles import Ranks
 
 MISSED = 0.01
 """How far a model may be from its target sparsity without a warning. Some methods miss it by a few weights."""

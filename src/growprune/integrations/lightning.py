@@ -7,25 +7,29 @@ copies of the model have its masks.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from growprune.errors import GrowpruneError, how_to_install
 from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if, check_saved, scoring
 from growprune.plan import By
 from growprune.plan.settings import check_state
+from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import rng_state, set_rng_state
+from growprune.training.settings import Settings
 from growprune.training.sparsifier import Sparsifier
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-
-    from growprune.integrations import lightning_trainer as of_trainer
-    from growprune.integrations.lightning_trainer import Schedules
+    from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, ModelPruning
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 except ImportError as error:
     raise GrowpruneError(f"GrowPrune needs lightning 2.5 or newer: {how_to_install('lightning')}") from error
 
@@ -56,7 +60,7 @@ class GrowPrune(SparseCallback, Callback):
         """Refuse what cannot work, before anything is done. Another module may be validated, tested and asked."""
         if self._is_elsewhere(pl_module) and stage != "fit":
             return
-        of_trainer.check_trainer(trainer, pl_module, self.settings.storage)
+        check_trainer(trainer, pl_module, self.settings.storage)
         if self._is_elsewhere(pl_module):
             raise GrowpruneError(
                 "this GrowPrune already belongs to another module: make a new GrowPrune for each module"
@@ -101,18 +105,18 @@ class GrowPrune(SparseCallback, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is loaded: begin the plan, or resume it."""
-        total, per_epoch = of_trainer.lengths_of(trainer, self._max_epochs, self.settings)
+        total, per_epoch = lengths_of(trainer, self._max_epochs, self.settings)
         if self._sparsifier is None:
             lengths = {"iterations": total, "iterations_per_epoch": per_epoch}
             self._sparsifier = self._make(trainer, pl_module, *trainer.optimizers, **lengths)
-        self._check_place(total, trainer.global_step, functools.partial(of_trainer.remedy, trainer, per_epoch))
+        self._check_place(total, trainer.global_step, functools.partial(remedy, trainer, per_epoch))
         with self._plain_if_refused():
             self._schedules.check(self.cursor)
-            self._copies.check(self.sparse, of_trainer.callbacks_of(trainer))
+            self._copies.check(self.sparse, callbacks_of(trainer))
             if not self._scores_first:
                 self._begin(trainer)
-        of_trainer.place_first(trainer, self)
-        for judge, method in of_trainer.judging(trainer):
+        place_first(trainer, self)
+        for judge, method in judging(trainer):
             call_only_if(functools.partial(self._is_to_judge, trainer), judge, method)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
             self._restore_random_numbers(trainer)  # the loader's iterator, made again, drew one
@@ -120,10 +124,8 @@ class GrowPrune(SparseCallback, Callback):
         vars(pl_module).pop("on_load_checkpoint", None)  # it would not be pickled
 
     def _make(self, trainer: Trainer, pl_module: LightningModule, *optimizers: Any, **how: Any) -> Sparsifier:
-        remedy = functools.partial(of_trainer.remedy, trainer, how.get("iterations_per_epoch"))
-        return Sparsifier(
-            pl_module, self.settings, optimizers, remedy=remedy, score=functools.partial(self._score, trainer), **how
-        )
+        how |= {"remedy": functools.partial(remedy, trainer, how.get("iterations_per_epoch"))}
+        return Sparsifier(pl_module, self.settings, optimizers, score=functools.partial(self._score, trainer), **how)
 
     @property
     def _scores_first(self) -> bool:
@@ -189,7 +191,7 @@ class GrowPrune(SparseCallback, Callback):
         """Let copies follow edits of the masks. Return whether figures are to be read again."""
         num_edits = self.sparse.editor.num_edits
         is_edited, self._num_edits = num_edits != self._num_edits, num_edits
-        self._copies.follow(self.sparse, of_trainer.callbacks_of(trainer))
+        self._copies.follow(self.sparse, callbacks_of(trainer))
         every = vars(trainer)["log_every_n_steps"]
         return is_edited or (self.cursor.rule is not None and trainer.global_step % every == 0)
 
@@ -232,5 +234,125 @@ class GrowPrune(SparseCallback, Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go."""
         vars(pl_module).pop("on_load_checkpoint", None)
-        for judge, method in of_trainer.judging(trainer):
+        for judge, method in judging(trainer):
             vars(judge).pop(method, None)
+
+
+# What the callback asks the Trainer
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, storage: str) -> None:
+    """Raise if a Trainer cannot train a sparse model."""
+    if not isinstance(trainer, Trainer):
+        raise GrowpruneError(
+            f"GrowPrune needs a Trainer of lightning.pytorch, got one of {type(trainer).__module__}: import "
+            f"lightning.pytorch, not pytorch_lightning"
+        )
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise GrowpruneError(
+            f"GrowPrune does not work with {type(trainer.strategy).__name__}: use strategy='ddp' or one device, or a "
+            f"loop of your own with sparse.shard(mesh)"
+        )
+    if storage == "compact" and isinstance(trainer.strategy, DDPStrategy):
+        raise GrowpruneError(
+            "storage='compact' does not work with DDP, which keeps the weights from before an edit: use "
+            "storage='masked'"
+        )
+    if storage == "compact" and not module.automatic_optimization:
+        raise GrowpruneError(
+            "storage='compact' does not work with manual optimization, where edits replace weights within a batch: use "
+            "storage='masked'"
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+        raise GrowpruneError(
+            "GrowPrune does not work with GradientAccumulationScheduler, which hides the number of steps: use "
+            "Trainer(accumulate_grad_batches=...)"
+        )
+    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
+        raise GrowpruneError("ModelPruning prunes the same weights as GrowPrune: give the Trainer only one of the two")
+
+
+def lengths_of(trainer: Trainer, max_epochs: int | None, settings: Settings) -> tuple[int, int | None]:
+    """Return how many optimizer steps a trainer makes, in all and in an epoch.
+
+    Args:
+        max_epochs: as the user said.
+        settings: where the module steps by itself, their `iterations` say how often.
+    """
+    batches = trainer.num_training_batches
+    per_epoch = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
+    total = trainer.estimated_stepping_batches
+    if per_epoch and max_epochs is not None and max_epochs != trainer.max_epochs:
+        total = min(total, per_epoch * max_epochs)
+    if not trainer.lightning_module.automatic_optimization:
+        total = total if settings.iterations is None else settings.iterations
+    is_endless = not math.isfinite(total) or total < 0
+    if is_endless and per_epoch is None and max_epochs not in (None, -1):
+        raise GrowpruneError(
+            f"the data have no length, so max_epochs={max_epochs} does not give the number of steps: use "
+            f"Trainer(max_steps=...)"
+        )
+    if is_endless:
+        raise GrowpruneError("the Trainer has no limit, but a plan needs one: give it max_epochs or max_steps")
+    return int(total), per_epoch
+
+
+def remedy(trainer: Trainer, per_epoch: int | None, iterations: int) -> str:
+    """Return what to give a Trainer for a training of `iterations` optimizer steps."""
+    if vars(trainer)["fast_dev_run"]:
+        return "Trainer(fast_dev_run=False)"
+    if per_epoch and iterations % per_epoch == 0:
+        return f"Trainer(max_epochs={iterations // per_epoch})"
+    return f"Trainer(max_steps={iterations})"
+
+
+def callbacks_of(trainer: Any) -> list[Callback]:
+    return list(trainer.callbacks)  # which its class does not declare
+
+
+def place_first(trainer: Any, callback: Callback) -> None:
+    """Let a callback be the first, so that others find what it logs; a new list, since the old one is being called."""
+    trainer.callbacks = [callback, *(other for other in trainer.callbacks if other is not callback)]
+
+
+def judging(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
+    """Yield the methods by which callbacks judge a model: to keep the best, or to stop the training."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
+            yield callback, "check_monitor_top_k"
+        if isinstance(callback, EarlyStopping):
+            yield from ((callback, method) for method in ("on_train_epoch_end", "on_validation_end"))
+
+
+class Schedules:
+    """The learning-rate schedules and optimizer settings of a trainer as they are made, for phases that restart."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._states = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
+        self._groups = [
+            [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ]
+
+    def check(self, cursor: Cursor) -> None:
+        """Raise if a phase restarts what cannot start anew."""
+        is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
+        if is_plateau and any(scheduled.phase.restart for scheduled in cursor.schedule):
+            raise GrowpruneError(
+                "ReduceLROnPlateau cannot restart with each phase: give GrowPrune restart=False, or use another "
+                "schedule"
+            )
+
+    def restart(self, trainer: Trainer) -> None:
+        """Let all start anew; the cursor empties the optimizers' state.
+
+        Schedules that others have put in their place since, as StochasticWeightAveraging does, stay as they are.
+        """
+        if [id(config.scheduler) for config in trainer.lr_scheduler_configs] != [id(mine) for mine in self._schedulers]:
+            return
+        for scheduler, state in zip(self._schedulers, self._states, strict=True):
+            scheduler.load_state_dict(copy.deepcopy(state))
+        for optimizer, groups in zip(trainer.optimizers, self._groups, strict=True):
+            for group, first in zip(optimizer.param_groups, groups, strict=True):
+                group.update(copy.deepcopy(first))

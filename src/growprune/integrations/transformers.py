@@ -11,27 +11,32 @@ JSON. Resuming from it is bit-exact. docs/transformers.md has the rest.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import inspect
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor, distributed, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from growprune.errors import GrowpruneError, how_to_install
-from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if, check_saved
+from growprune.integrations.callback import Figures, SparseCallback, call_first, call_only_if, check_saved, scoring
 from growprune.integrations.checkpoint_folders import last_checkpoint, left_out, read_state, write_state
+from growprune.plan import By
 from growprune.plan.settings import check_state
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.model import SparseModel
 from growprune.training.sparsifier import Sparsifier
 
 try:
-    from transformers import EarlyStoppingCallback, TrainerCallback
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, get_scheduler
     from transformers.trainer_callback import ExportableState
-
-    from growprune.integrations import transformers_trainer as of_trainer
-    from growprune.integrations.transformers_frames import calling_trainer
 except ImportError as error:
     raise GrowpruneError(f"GrowPruneCallback needs transformers: {how_to_install('transformers')}") from error
 
@@ -66,7 +71,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
 
     def _take_part(self, trainer: Any) -> None:
         """Load masks whenever a Trainer is about to load weights, which must agree with the masks of the model."""
-        of_trainer.check_trainer(trainer, self.settings.storage)
+        check_trainer(trainer, self.settings.storage)
         call_first(trainer, "_load_from_checkpoint", functools.partial(self._resume, trainer))
         call_first(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
 
@@ -98,7 +103,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             raise GrowpruneError(
                 f"the Trainer has {count} GrowPruneCallbacks, but a model follows one plan: keep one of them"
             )
-        per_epoch = of_trainer.steps_per_epoch(args, loader := kwargs["train_dataloader"])
+        per_epoch = steps_per_epoch(args, loader := kwargs["train_dataloader"])
         if self._sparsifier is None and state.global_step > 0:
             raise GrowpruneError(
                 "GrowPruneCallback was added after the Trainer was made, so it cannot resume a checkpoint: pass it as "
@@ -107,9 +112,9 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         if self._sparsifier is None:
             lengths = {"iterations": state.max_steps, "iterations_per_epoch": per_epoch}
             self._sparsifier = self._make(trainer, model, optimizer, loader=loader, **lengths)
-        is_restarting = not self.cursor.is_over and of_trainer.has_restarts(self.cursor)
+        is_restarting = not self.cursor.is_over and has_restarts(self.cursor)
         with self._plain_if_refused():
-            self._check_place(state.max_steps, state.global_step, functools.partial(of_trainer.remedy, args, per_epoch))
+            self._check_place(state.max_steps, state.global_step, functools.partial(remedy, args, per_epoch))
             if is_restarting and not (type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler):
                 raise GrowpruneError(
                     f"each phase of {self.settings.name} restarts the learning-rate schedule, which only works with "
@@ -118,7 +123,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             self._copies.check(self.sparse, callbacks)
             self.sparsifier.begin([optimizer])
         if is_restarting:
-            of_trainer.restart_rates(args, trainer.lr_scheduler, self.cursor)
+            restart_rates(args, trainer.lr_scheduler, self.cursor)
         if state.global_step == 0:  # else the checkpoint has what was read last
             self._figures = Figures(self.cursor, by_weight=self._log_layers)
         for stopping in self._stopping():
@@ -135,10 +140,8 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             raise GrowpruneError("this GrowPruneCallback belongs to another model: make a new one for each model")
 
     def _make(self, trainer: Any, model: Any, *optimizers: Any, loader: Any = None, **how: Any) -> Sparsifier:
-        per_epoch = how.get("iterations_per_epoch")
-        remedy = functools.partial(of_trainer.remedy, trainer.args, per_epoch)
-        score = functools.partial(of_trainer.score, trainer, loader)
-        return Sparsifier(model, self.settings, optimizers, remedy=remedy, score=score, **how)
+        how |= {"remedy": functools.partial(remedy, trainer.args, how.get("iterations_per_epoch"))}
+        return Sparsifier(model, self.settings, optimizers, score=functools.partial(score, trainer, loader), **how)
 
     def _stopping(self) -> list[EarlyStoppingCallback]:
         return [other for other in self._others if isinstance(other, EarlyStoppingCallback)]
@@ -208,3 +211,123 @@ class _Last(TrainerCallback, ExportableState):
             if (control.should_save or control.should_training_stop) and folder.is_dir():
                 self._callback.save(folder)
         return {"args": {}, "attributes": {}}
+
+
+# What the callback asks the Trainer
+
+
+def calling_trainer() -> Trainer:
+    """Return the Trainer whose method calls the function that calls this one, through any number of others.
+
+    The Trainer of transformers (5.22) passes neither itself nor anything that refers to it to the callbacks of
+    `callbacks=[...]`: `CallbackHandler.call_event` passes arguments, state, control, model, optimizer, scheduler and
+    loaders. For its own JITCheckpointCallback, it has a special case that calls `set_trainer`. But masks must be loaded
+    before the weights of a checkpoint, and no event comes before those. So this looks at the calling functions, once
+    when a Trainer is made, and once when it begins to train.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise GrowpruneError(
+        "GrowPruneCallback works only in the Trainer of transformers: give it as Trainer(callbacks=[...])"
+    )
+
+
+def check_trainer(trainer: Any, storage: str) -> None:
+    """Raise if a Trainer cannot train a sparse model."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        name = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
+        raise GrowpruneError(
+            f"GrowPruneCallback does not work with {name}: use DDP, or a loop of your own with sparse.shard(mesh)"
+        )
+    if trainer.args.auto_find_batch_size:
+        raise GrowpruneError(
+            "GrowPruneCallback does not work with auto_find_batch_size, which begins the training again: set "
+            "per_device_train_batch_size"
+        )
+    if trainer.state.is_hyper_param_search:
+        raise GrowpruneError("GrowPruneCallback does not work with hyperparameter_search(): make one Trainer per trial")
+    if trainer.args.n_gpu > 1:
+        raise GrowpruneError(
+            "GrowPruneCallback does not work with DataParallel: start one process per GPU with torchrun"
+        )
+    if trainer.args.world_size > 1 and storage == "compact":
+        raise GrowpruneError(
+            "storage='compact' does not work with DDP, since the Trainer wraps the model only once: use "
+            "storage='masked'"
+        )
+    if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) or type(trainer.lr_scheduler).__name__ == "GreedyLR":
+        raise GrowpruneError(
+            f"{type(trainer.lr_scheduler).__name__} reacts to the loss, which jumps when weights are pruned: choose "
+            f"another lr_scheduler_type, such as 'cosine'"
+        )
+
+
+def score(trainer: Any, loader: Any, sparse: SparseModel, by: By) -> None:
+    """Compute gradients of the batches of the first step, with the Trainer's own loss, for an edit that needs them."""
+
+    def loss(batch: Any) -> Tensor:
+        with trainer.compute_loss_context_manager():
+            inputs = trainer._prepare_inputs(batch)
+            found: Tensor = trainer.compute_loss(sparse.model, inputs, num_items_in_batch=num_items)
+            return found
+
+    sparse.model.train()
+    count = trainer.args.gradient_accumulation_steps
+    with scoring(by):
+        # as a plain loader: accelerate's own keeps count of who iterates over it
+        batches = DataLoader.__iter__(loader) if isinstance(loader, DataLoader) else iter(loader)
+        first, num_items = trainer.get_batch_samples(batches, count, trainer.args.device)
+        sparse.score(by, [functools.partial(loss, batch) for batch in first])
+
+
+def steps_per_epoch(args: Any, loader: Any) -> int | None:
+    """Return how many optimizer steps the Trainer makes in an epoch, if its data have a length."""
+    try:
+        num_batches = len(loader)
+    except TypeError:  # an iterable dataset
+        return None
+    return max(1, math.ceil(num_batches / int(args.gradient_accumulation_steps)))
+
+
+def remedy(args: Any, per_epoch: int | None, steps: int) -> str:
+    """Return what to give a Trainer for a training of `steps` optimizer steps."""
+    if args.max_steps <= 0 and per_epoch and steps % per_epoch == 0:
+        return f"TrainingArguments(num_train_epochs={steps // per_epoch})"
+    return f"TrainingArguments(max_steps={steps})"
+
+
+# Learning rates: each phase that restarts has the whole schedule
+
+
+def has_restarts(cursor: Cursor) -> bool:
+    return any(scheduled.phase.restart for scheduled in cursor.schedule)
+
+
+def restart_rates(args: Any, scheduler: Any, cursor: Cursor) -> None:
+    """Give each phase that restarts the whole schedule, until the next one that does."""
+    bounds, step = [0], 0  # where the schedule begins; last, where the plan ends
+    for scheduled in cursor.schedule:
+        bounds += [step] if scheduled.phase.restart and step > bounds[-1] else []
+        step += cursor.length_of(scheduled.phase)
+    bounds.append(step)
+
+    def of_schedule(length: int) -> Callable[[int], float]:
+        nothing = SGD([nn.Parameter()], lr=args.learning_rate)
+        warmup = args.get_warmup_steps(length)
+        made = get_scheduler(args.lr_scheduler_type, nothing, warmup, length, args.lr_scheduler_kwargs)
+        factor: Callable[[int], float] = made.lr_lambdas[0]
+        return factor
+
+    factors = [of_schedule(end - start) for start, end in itertools.pairwise(bounds)]
+
+    def factor(step: int) -> float:
+        number = min(bisect.bisect_right(bounds, step), len(factors)) - 1
+        return factors[number](step - bounds[number])
+
+    scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
+    for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = base * factor(scheduler.last_epoch)

@@ -1,8 +1,8 @@
 """Shard sparse models over several processes with torch's FSDP2. Every rank holds and sends only live weights.
 
-`handles.py` wraps FSDP2's records, `ranks.py` has the processes that share a model, `parameter.py` a sharded weight,
-and `units.py` shards a model. Checkpoints are in `growprune.files.sharded_checkpoints`. `growprune.sparse` imports this
-package inside the functions that need it, because FSDP2 takes a second to load.
+`handles.py` wraps FSDP2's records and the processes that share a model; `units.py` shards it. Checkpoints are in
+`growprune.files.sharded_checkpoints`. `growprune.sparse` imports this package inside the functions that need it,
+because FSDP2 takes a second to load.
 """
 
 from growprune.sharding.units import UnitByUnit, adopt, shard, sharded_names, units_of

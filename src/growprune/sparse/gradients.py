@@ -48,7 +48,7 @@ class Gradients:
         self.add_up: Callable[[Tensor], Tensor] | None = None
         """Adds up a tensor over the replicas of the model, if there are several."""
         self.shares: Any = None
-        """If the model is sharded: its sharding.ranks.Ranks. Each keeps its part of the gradients, flat."""
+        """If the model is sharded: its sharding.handles.Ranks. Each keeps its part of the gradients, flat."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_watched": None, "is_watching": False, "_handles": []}  # a copy watches nothing
