@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,16 +180,17 @@ def already_sparse(model: nn.Module, weights: Sequence[Weight]) -> float | None:
     Nor do weights without dense values: on the meta device, sharded, or stored compact.
     """
     parameters = dict(model.named_parameters())
-    here = [weight for weight in weights if _is_here(parameters[weight.parameter])]
+    values = [parameters[weight.parameter] for weight in weights]
+    here = [
+        weight
+        for weight, own in zip(weights, values, strict=True)
+        if own.dim() >= 2 and not own.is_meta and not hasattr(own, "device_mesh")  # compact ones are flat
+    ]
     alive = in_one_go([torch.count_nonzero(weight.of(parameters[weight.parameter].detach())) for weight in here])
     counts = [(weight.numel, count) for weight, count in zip(here, alive, strict=True) if count]
     total = sum(numel for numel, _ in counts)
     zeros = total - sum(count for _, count in counts)
     return zeros / total if total and zeros >= LOOKS_PRUNED * total else None
-
-
-def _is_here(values: Tensor) -> bool:
-    return values.dim() >= 2 and not values.is_meta and not hasattr(values, "device_mesh")  # compact ones are flat
 
 
 # Is it trained?
@@ -264,36 +264,25 @@ def unpruned(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -
         weights: the weights that may become sparse.
         keep_dense: names or globs of what the user keeps dense.
     """
-    if computed := _computed_and_dense(model, weights, keep_dense):
+    pruned = {weight.parameter for weight in weights}
+    computed = computed_weights(model)
+    sources = {source for several in computed.values() for source in several}
+    named = {name for found in matching(keep_dense, [*computed, *sources]) for name in found}
+    left = [name for name in computed if name not in named and (named | pruned).isdisjoint(computed[name])]
+    if left:
         yield (
             f"these weights are computed from other parameters (as by weight_norm) and will not be pruned: "
-            f"{_listed(computed)}. Remove the parametrization first, or add them to keep_dense=[...]"
+            f"{_listed(left)}. Remove the parametrization first, or add them to keep_dense=[...]"
         )
-    if large := _large_and_dense(model, weights, keep_dense):
-        yield (
-            f"these large parameters belong to no known kind of layer and will not be pruned: {_listed(large)}. Add "
-            f"them to include=[...] to prune them, or to keep_dense=[...]"
-        )
-
-
-def _computed_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> list[str]:
-    """Return the layers with a computed weight, unless its parameters are pruned or in keep_dense."""
-    computed = computed_weights(model)
-    named = _matched(keep_dense, [*computed, *itertools.chain.from_iterable(computed.values())])
-    known = named | {weight.parameter for weight in weights}
-    return [name for name, sources in computed.items() if name not in named and known.isdisjoint(sources)]
-
-
-def _large_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> list[str]:
-    """Return matrices with at least 1 % of the model's parameters that are neither pruned nor in keep_dense."""
+    first = first_names(model)
+    known = pruned | sources | {first[name] for found in matching(keep_dense, first) for name in found}
+    meant_to_be_dense = adapter_parameters(model)  # as embeddings and norms are
+    for module in model.modules():
+        if hasattr(module, "num_embeddings") or is_norm(module):
+            meant_to_be_dense |= {id(parameter) for parameter in module.parameters(recurse=False)}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     least = LARGE * sum(map(math.prod, shapes.values()))
-    known = {weight.parameter for weight in weights}
-    known |= {source for sources in computed_weights(model).values() for source in sources}
-    first = first_names(model)
-    known |= {first[name] for name in _matched(keep_dense, first)}
-    dense = _meant_to_be_dense(model)
-    return [
+    large = [
         f"{name} ({'x'.join(map(str, shapes[name]))})"
         for name, parameter in model.named_parameters()
         if len(shapes[name]) >= 2
@@ -301,22 +290,14 @@ def _large_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence
         and math.prod(shapes[name]) >= least
         and parameter.is_floating_point()
         and name not in known
-        and id(parameter) not in dense
+        and id(parameter) not in meant_to_be_dense
         and not any(word in name.lower() for word in ("embed", "bias"))
     ]
-
-
-def _meant_to_be_dense(model: Any) -> set[int]:
-    """The parameters of embeddings, norms and adapters."""
-    dense = adapter_parameters(model)
-    for module in model.modules():
-        if hasattr(module, "num_embeddings") or is_norm(module):
-            dense |= {id(parameter) for parameter in module.parameters(recurse=False)}
-    return dense
-
-
-def _matched(patterns: Sequence[str], names: Iterable[str]) -> set[str]:
-    return set(itertools.chain.from_iterable(matching(patterns, names)))
+    if large:
+        yield (
+            f"these large parameters belong to no known kind of layer and will not be pruned: {_listed(large)}. Add "
+            f"them to include=[...] to prune them, or to keep_dense=[...]"
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -109,21 +109,18 @@ def experts(module: Any, shapes: Shapes) -> Sequence[Weight]:
     """Find the experts of a mixture, stacked in three-dimensional parameters. Each expert is its own matrix."""
     counts = [getattr(module, name, None) for name in EXPERT_COUNTS]
     stacks = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[1] > 1 and shape[0] in counts}
-    transposed = bool(stacks) and _is_inputs_first(module, next(iter(stacks.values())))
+    transposed = (
+        False  # True if they are stored as (experts, in, out): by their flag, or as the hidden size comes first
+    )
+    if stacks:
+        shape, stated = next(iter(stacks.values())), getattr(module, "is_transposed", None)
+        hidden = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
+        transposed = shape[1] == hidden != shape[2] if stated is None else bool(stated)
     return [
         Weight(f"{name}[{i}]", name, shape[1:], rows=(i, i + 1), transposed=transposed)
         for name, shape in stacks.items()
         for i in range(shape[0])
     ]
-
-
-def _is_inputs_first(module: Any, shape: tuple[int, ...]) -> bool:
-    """True if experts are stored as (experts, in, out): by their flag, or as the hidden size comes first."""
-    stated = getattr(module, "is_transposed", None)
-    if stated is not None:
-        return bool(stated)
-    hidden = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
-    return shape[1] == hidden != shape[2]
 
 
 NORM = re.compile(r"[^_].*Norm(alization)?(Act|Gated|Fp\d+|\d+d?)*|Norm")

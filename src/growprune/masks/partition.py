@@ -91,7 +91,12 @@ class Partition:
         _check_prefixes(model, owner_of)
         tensors: list[list[str]] = [[] for _ in prefixes]
         for name in _tensor_names(model):
-            tensors[owner_of[_longest_prefix(name, owner_of)]].append(name)
+            found = [prefix for prefix in owner_of if matches(name, prefix)]
+            if not found:
+                raise GrowpruneError(
+                    f"{name!r} belongs to no part: add it, or a module that contains it, to one of them"
+                )
+            tensors[owner_of[max(found, key=len)]].append(name)
         for i, part in enumerate(tensors):
             if not part:
                 raise GrowpruneError(f"part {i} has no parameters or buffers: remove it, or add names to it")
@@ -237,13 +242,6 @@ def _layers(
         unit = weight.parameter if holds_others else path
         sizes[unit] = sizes.get(unit, 0) + weight.numel
     return sizes
-
-
-def _longest_prefix(name: str, prefixes: Mapping[str, int]) -> str:
-    found = [prefix for prefix in prefixes if matches(name, prefix)]
-    if not found:
-        raise GrowpruneError(f"{name!r} belongs to no part: add it, or a module that contains it, to one of them")
-    return max(found, key=len)
 
 
 def _below(path: str, ancestor: str) -> bool:

@@ -297,24 +297,20 @@ class Ties:
 
 def _count_digits(sources: Sequence[KeyChunks], prefix: int, shift: int, width: int, *, is_first: bool) -> Tensor:
     """How many keys that begin with `prefix` have each value of the next `width` bits."""
-    counts = torch.zeros(1 << width, dtype=torch.int64)
+    size = 1 << width
+    counts = torch.zeros(size, dtype=torch.int64)
     for source in sources:
         for keys in source():
             counts = counts.to(keys.device)
             digits = keys.bitwise_right_shift_(shift)
             if not is_first:  # the next digit where the key begins with the prefix, and an impossible one elsewhere
                 digits -= prefix << width
-            counts += _histogram(digits, 1 << width, are_all_digits=is_first)
+            # histc does not wait for the device, as bincount does; but torch refuses it where only deterministic code
+            # may run. What lies above goes into a bin of its own.
+            if digits.is_cuda and not torch.are_deterministic_algorithms_enabled():
+                counts += torch.histc(digits, bins=size + 1, min=0, max=size + 1)[:size]
+            else:
+                digits = digits if is_first else digits[(digits >= 0).logical_and_(digits < size)]
+                counts += torch.bincount(digits, minlength=size)
             del keys, digits  # before the source makes the next
     return counts.cpu()
-
-
-def _histogram(digits: Tensor, size: int, *, are_all_digits: bool) -> Tensor:
-    """How many digits have each value from 0 to size - 1; others are not counted."""
-    # histc does not wait for the device, as bincount does; but torch refuses it where only deterministic code may run.
-    # What lies above goes into a bin of its own.
-    if digits.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        return torch.histc(digits, bins=size + 1, min=0, max=size + 1)[:size]
-    if not are_all_digits:
-        digits = digits[(digits >= 0).logical_and_(digits < size)]
-    return torch.bincount(digits, minlength=size)

@@ -163,26 +163,25 @@ class Edit:
         if self.by is By.AS_IS and (self.action is Action.GROW or self.to is None):
             raise GrowpruneError(f"{self.action.value} got by=as_is, which needs prune with to=: choose another by")
         if self.spread is not None:
-            self._check_spread(parse_choice(Spread, self.spread))
+            object.__setattr__(self, "spread", spread := parse_choice(Spread, self.spread))
+            action = self.action.value
+            if spread is Spread.RANKING and self.share is None:
+                raise GrowpruneError(f"{action} got spread=ranking and to={self.to}: use share= instead of to=")
+            if spread is Spread.ERK and (self.action is Action.GROW or self.to is None):
+                raise GrowpruneError(f"{action} got spread=erk, which needs prune with to=: use spread=None")
+            if spread not in (Spread.RANKING, Spread.ERK) and self.action is Action.PRUNE:
+                raise GrowpruneError(
+                    f"prune got spread={spread.value}, which is for grow only: use ranking, erk or None"
+                )
+            if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
+                raise GrowpruneError(f"grow got spread=momentum with by={self.by.value}: use by=By.MOMENTUM")
         if self.within is not None:
-            self._check_within(self.within)
-
-    def _check_spread(self, spread: Spread) -> None:
-        object.__setattr__(self, "spread", spread)
-        if spread is Spread.RANKING and self.share is None:
-            raise GrowpruneError(f"{self.action.value} got spread=ranking and to={self.to}: use share= instead of to=")
-        if spread is Spread.ERK and (self.action is Action.GROW or self.to is None):
-            raise GrowpruneError(f"{self.action.value} got spread=erk, which needs prune with to=: use spread=None")
-        if spread not in (Spread.RANKING, Spread.ERK) and self.action is Action.PRUNE:
-            raise GrowpruneError(f"prune got spread={spread.value}, which is for grow only: use ranking, erk or None")
-        if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
-            raise GrowpruneError(f"grow got spread=momentum with by={self.by.value}: use by=By.MOMENTUM")
-
-    def _check_within(self, within: float) -> None:
-        check_share(within=within)
-        object.__setattr__(self, "within", as_float(within))
-        if self.action is Action.PRUNE or self.to != 0 or self.by is not By.RANDOM or self.spread is not None:
-            raise GrowpruneError(f"within={within:g} is only for growth to dense: call grow(part, within={within:g})")
+            check_share(within=self.within)
+            object.__setattr__(self, "within", within := as_float(self.within))
+            if self.action is Action.PRUNE or self.to != 0 or self.by is not By.RANDOM or self.spread is not None:
+                raise GrowpruneError(
+                    f"within={within:g} is only for growth to dense: call grow(part, within={within:g})"
+                )
 
     def __str__(self) -> str:
         how = "" if self.is_usual else f" by {self.criterion}"

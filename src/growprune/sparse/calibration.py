@@ -168,26 +168,18 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch give
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name if hasattr(func, "_schema") else ""
-        for operand, factors in PRODUCTS[name](*args, **kwargs) if name in PRODUCTS else ():
+        called = func._schema.name if hasattr(func, "_schema") else ""
+        for operand, factors in PRODUCTS[called](*args, **kwargs) if called in PRODUCTS else ():
             for factor, source in factors() if operand in self._memory else ():
-                for weight in self._weights_in(factor):
-                    self._see(weight, source)
+                name, first, end = self._memory.range_of(factor)
+                for weight in self._weights[name]:
+                    row = weight.numel // (weight.rows[1] - weight.rows[0]) if weight.rows else 0
+                    # it lies in the memory of the factor, at least in part
+                    if weight.rows is None or (weight.rows[0] * row < end and first < weight.rows[1] * row):
+                        self._see(weight, source)
         out = func(*args, **kwargs)
-        self._memory.note(name, tree_leaves((args, kwargs)), out)
+        self._memory.note(called, tree_leaves((args, kwargs)), out)
         return out
-
-    def _weights_in(self, factor: Tensor) -> list[Weight]:
-        """The weights that lie in the memory of a tensor, at least in part."""
-        name, first, end = self._memory.range_of(factor)
-        return [weight for weight in self._weights[name] if _overlaps(weight, first, end)]
-
-
-def _overlaps(weight: Weight, first: int, end: int) -> bool:
-    if weight.rows is None:
-        return True
-    row = weight.numel // (weight.rows[1] - weight.rows[0])
-    return weight.rows[0] * row < end and first < weight.rows[1] * row
 
 
 Forward = Callable[[nn.Module, Any], Any]

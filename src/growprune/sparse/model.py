@@ -86,24 +86,11 @@ class SparseModel:
         model: any module. It is not rewritten: names, forward pass and `state_dict` stay as they are. With compact
             storage, it may be sharded by FSDP2 already.
         sparsity: the target fraction of zeros. `prune` goes to it by default, and `summary` compares with it.
-        allocation: how sparsity is divided among layers: "uniform" (the default), "global" or "erk". A `Cursor` refuses
-            a plan whose method is designed for another allocation, unless you set it here.
-        pattern: which positions may be live: "unstructured", a block such as "1x8", or N:M such as "2:4".
-        keep_dense: names or globs of modules or parameters that are never pruned.
-        include: names or globs of further parameters to prune, which belong to no known kind of layer. They are read as
-            (out, in, ...).
-        seed: the seed of every random mask.
-        storage: how sparse weights are stored: "masked" (dense, with a mask) or "compact" (live values only).
-        lr_scaling: scale learning rates with density. While an attached optimizer steps, a layer of density d trains at
-            lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates unchanged, 1 divides by the density; "auto" is 1 for
-            Adam-like optimizers and 0 for others.
-        lr_ramp: while a plan is carried out, the exponent rises from 0 to lr_scaling over this share of it.
-        cost_power: with allocation="global", magnitudes of a layer are ranked times (operations per weight) **
-            -cost_power. 0 ranks magnitudes as they are; more than 0 keeps fewer weights in layers where each costs
-            much, such as the first convolutions; less than 0 keeps more of them.
-        example: an input of the model, from which `cost_power` counts operations.
-        rescale: multiply the weights that a random mask keeps by 1 / sqrt(density of their layer), so that activations
-            stay as large. Random masks are for untrained models.
+        allocation: "uniform" (the default), "global" or "erk". A `Cursor` refuses a plan whose method is designed for
+            another, unless you set it here.
+        lr_scaling: as in `sparsify`, but "auto" is 1 for every Adam-like optimizer.
+        rescale: as in `sparsify`, for every random prune. Random masks are for untrained models.
+        pattern, keep_dense, include, seed, storage, lr_ramp, cost_power, example: as in `sparsify`.
         weights: what `keep_dense` and `include` leave to prune, if it is known, of a model that was checked.
 
     All weights are live at first; the edits of a plan, or `prune`, make the model sparse. `copy.deepcopy` returns an
@@ -620,15 +607,10 @@ class SparseModel:
         if self._is_replicated and self._compared != changes:
             self._compare_masks()
             self._compared = changes
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._warn_of_revived_zeros()
-
-    def _warn_of_revived_zeros(self) -> None:
-        """Warn if a pruned model is about to be trained with all of its weights live."""
-        if self.editor.num_edits or self.storage != "masked" or self.rule is not None:
+        has_stepped, self._has_stepped = self._has_stepped, True
+        if has_stepped or self.editor.num_edits or self.storage != "masked" or self.rule is not None:
             return  # a rule may keep zeros among live weights
-        zeros = already_sparse(self.model, self.weights)
+        zeros = already_sparse(self.model, self.weights)  # is a pruned model to be trained with all weights live?
         if zeros is not None and all(mask.all() for mask in (stored.mask() for stored in self.stored.values())):
             warn(
                 f"{zeros:.4g} of the model's weights are zero, and training will make them non-zero: to keep them "

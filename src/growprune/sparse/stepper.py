@@ -110,7 +110,10 @@ class Stepper:
     # A step
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what comes before a step; where a closure computes the gradients, when it has computed them."""
+        """Do what comes before a step; where a closure computes the gradients, when it has computed them.
+
+        Return what such a hook returns: None, or new arguments of the step.
+        """
         self.restore_groups()  # those of a step that raised
         self._now = [(model, model.trained_by(optimizer)) for model in self.models()]
         is_loaded = self.state_came_first is not None
@@ -134,7 +137,17 @@ class Stepper:
                     _unscale(optimizer)
                     model.rule.before_step(_learning_rates(optimizer, trained))
 
-        return _call_with_gradients(args, kwargs, with_gradients)
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            with_gradients()
+            return None
+
+        def acting() -> Any:
+            loss = closure()
+            with_gradients()
+            return loss
+
+        return (args[0], acting, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
 
     def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Do what comes after a step."""
@@ -200,12 +213,9 @@ class Stepper:
     def _drop(self, reference: weakref.ref[SparseModel]) -> None:
         self._models = [other for other in self._models if other is not reference]
         if not self._models:
-            self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._now = [], []
+            for handle in self._handles:
+                handle.remove()
+            self._handles, self._now = [], []
 
     # Learning rates
 
@@ -214,7 +224,9 @@ class Stepper:
         self.restore_groups()  # an optimizer may call its closure twice in a step
         factors: dict[int, float] = {}
         for model, trained in self._now:
-            if exponent := exponent_for(model.lr_scaling, optimizer) * _ramped(model):
+            done = 1.0 if model.cursor is None else model.cursor.progress
+            ramped = min(1.0, done / model.lr_ramp) if model.lr_ramp else 1.0
+            if exponent := exponent_for(model.lr_scaling, optimizer) * ramped:
                 densities = model.densities()
                 factors |= {id(s.parameter): rate_factor(densities[name], exponent) for name, s in trained.items()}
         if all(factor == 1 for factor in factors.values()):
@@ -263,7 +275,10 @@ class Stepper:
         """Convert state if the model's dtype has changed since the last step, which torch does not do."""
         dtype = next(p.dtype for group in optimizer.param_groups for p in group["params"])
         if self._dtype is not None and self._dtype != dtype:
-            cast(optimizer, self._dtype)
+            for parameter, entries in optimizer.state.items():  # as `load_state_dict` would
+                for name, entry in entries.items():
+                    if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.dtype == self._dtype:
+                        entries[name] = entry.to(parameter.dtype)
         self._dtype = dtype
 
 
@@ -330,24 +345,6 @@ def watch_optimizers() -> None:
 
 
 # What optimizers and GradScalers do
-
-
-def _call_with_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Any:
-    """Act in a hook before a step: at once, or after the step's closure has computed gradients.
-
-    Return what such a hook returns: None, or new arguments of the step.
-    """
-    closure = kwargs.get("closure") or next(iter(args[1:]), None)
-    if closure is None:
-        act()
-        return None
-
-    def acting() -> Any:
-        loss = closure()
-        act()
-        return loss
-
-    return (args[0], acting, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
 
 
 def is_skipped(optimizer: Optimizer) -> bool:
@@ -467,12 +464,6 @@ def adapts_its_rate(optimizer: Optimizer) -> bool:
     return any(not {"d", "weight_sum"}.isdisjoint(group) for group in optimizer.param_groups)
 
 
-def _ramped(model: SparseModel) -> float:
-    """Return the share of lr_scaling that applies now."""
-    done = 1.0 if model.cursor is None else model.cursor.progress
-    return min(1.0, done / model.lr_ramp) if model.lr_ramp else 1.0
-
-
 def rate_factor(density: float, exponent: float) -> float:
     """Return the factor of a layer's learning rate.
 
@@ -546,14 +537,6 @@ def _converted(
             for name, entry in entries.items()
         }
     return {**state, "state": converted}
-
-
-def cast(optimizer: Optimizer, old: torch.dtype) -> None:
-    """Convert state in the old dtype of its parameter to the new one, as `load_state_dict` would."""
-    for parameter, entries in optimizer.state.items():
-        for name, entry in entries.items():
-            if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.dtype == old:
-                entries[name] = entry.to(parameter.dtype)
 
 
 def reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:

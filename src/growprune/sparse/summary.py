@@ -98,9 +98,6 @@ class Summary:
         total = ["prunable", "", *_numbers(self.prunable, self.target, self.alive, self.sparsity)]
         flops = [_count(sum(getattr(row, key) or 0 for row in self.rows)) for key in ("flops_dense", "flops_sparse")]
         about = self.about.split(" || ") if self.about else []
-        return "\n".join([*about, *_aligned([*lines, total + flops * with_flops]), *self._footer()])
-
-    def _footer(self) -> list[str]:
         kept = self.parameters - self.prunable
         footer = [
             f"parameters: {self.parameters:,}, of which {kept:,} always dense; {kept + self.alive:,} left",
@@ -108,7 +105,7 @@ class Summary:
         ]
         if self.flops_dense is not None and self.flops_sparse is not None:
             footer.append(f"FLOPs of the example, in theory: {self.flops_dense:,} dense, {self.flops_sparse:,} sparse")
-        return footer
+        return "\n".join([*about, *_aligned([*lines, total + flops * with_flops]), *footer])
 
 
 def summarise(sparse: SparseModel, example: Any = None) -> Summary:
