@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from file_cases import EXAMPLE, FLOATS, PATTERNS, Zoo, assert_same, linear, stored, three_of_twelve, zoo
+from file_cases import EXAMPLE, FLOATS, PATTERNS, Zoo, assert_same, stored, three_of_twelve, zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -164,15 +164,6 @@ def test_a_live_weight_that_is_zero_stays_alive(tmp_path: Path) -> None:
     file.save(sparse, tmp_path / "model.safetensors")
     assert file.load(tmp_path / "model.safetensors", nn.Linear(4, 3, bias=False)).masks["weight"][0, 0]
     assert stored(tmp_path / "model.safetensors")["weight.values"].tolist() == [0, -8, 7]
-
-
-@pytest.mark.filterwarnings("ignore:layer.* pruned to zero weights")
-def test_a_layer_without_a_live_weight_comes_back(tmp_path: Path) -> None:
-    sparse = linear([[1, 2]], sparsity=0.9)
-    sparse.prune()
-    file.save(sparse, tmp_path / "model.safetensors")
-    assert stored(tmp_path / "model.safetensors")["weight.values"].shape == (0,)
-    assert file.read(tmp_path / "model.safetensors")["weight"].tolist() == [[0, 0]]
 
 
 # What the bytes are

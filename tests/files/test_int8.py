@@ -33,7 +33,6 @@ from stacked import Conv1D, Experts
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-import growprune as gp
 from growprune.cli import app
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
@@ -196,24 +195,6 @@ def test_the_error_of_any_weight_is_at_most_half_a_scale(
     difference = (in_float32.double() - weight.double()).abs()
     assert bool((difference <= scales.double()[:, None] / 2 * (1 + 1e-5)).all())
     assert error <= 1 if weight.any() else error == 0
-
-
-def test_int8_files_are_saved_again_alike(small: Path) -> None:
-    loaded = file.load(small, target())
-    file.save(loaded, small.with_name("again"), values="int8")
-    assert file.read(small.with_name("again"))["weight"].tolist() == file.read(small)["weight"].tolist()
-
-
-def test_compact_models_and_sparsifiers_save_the_same_file(tmp_path: Path) -> None:
-    for storage in ("masked", "compact"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 4))
-        sparsifier = gp.sparsify(
-            model, torch.optim.SGD(model.parameters(), 0.1), sparsity=0.8, iterations=1, storage=storage
-        )
-        with pytest.warns(UserWarning, match="before the end of its plan"):
-            sparsifier.save(tmp_path / storage, values="int8")
-    assert (tmp_path / "masked").read_bytes() == (tmp_path / "compact").read_bytes()
 
 
 # Gaps: a file must not grow to more than 1000 times its bytes

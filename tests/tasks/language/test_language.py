@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from growprune import GrowpruneError, engine
 from growprune.compare import of_runs
-from growprune.engine import building
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import find
@@ -199,25 +198,6 @@ def test_training_lowers_the_bits_and_the_lowest_validation_is_the_best(tmp_path
     assert comparison.metric == Metric("bits_per_byte", lower_is_better=True)
 
 
-@pytest.mark.parametrize("pattern", ["unstructured", "8x8"])
-def test_masked_and_compact_storage_end_with_the_same_bits(pattern: str, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    data = language(tmp_path / "data")
-    for storage in ("masked", "compact"):
-        changes = {"storage": storage, "pattern": pattern, "options": {"steps": 1, "epochs": 1, "finetune": 1}}
-        engine.train(tiny("cyclic-80-uniform", data, **changes), tmp_path / storage)
-    for name in ("model.safetensors", "best.safetensors"):
-        assert (tmp_path / "masked" / name).read_bytes() == (tmp_path / "compact" / name).read_bytes()
-
-
-def test_a_compact_model_begins_sparse(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    recipe = tiny("cyclic-80-uniform", language(tmp_path / "data"), storage="compact")
-    sparse, _, is_begun = building.build(recipe, CPU, 1)
-    assert is_begun
-    assert sparse.num_alive == 3 * (4 * 51 + 2 * 205)  # a fifth of 256 and of 1,024, in three layers
-
-
 @pytest.mark.parametrize("pattern", ["unstructured", "1x8", "8x1", "32x32", "64x64"])
 def test_every_pattern_has_a_price_at_full_size(pattern: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(1_115_394))  # as long as the real one
@@ -228,24 +208,6 @@ def test_every_pattern_has_a_price_at_full_size(pattern: str, tmp_path: Path) ->
     assert found.epochs == pytest.approx(30)
     # of 2,592 blocks of 64 x 64, 259 are nearest to a tenth
     assert found.costs[-1].density == pytest.approx(259 / 2592 if pattern == "64x64" else 0.1, abs=1e-4)
-
-
-def test_the_real_text_starts_and_learns(tmp_path: Path) -> None:
-    if not SHAKESPEARE.exists():
-        pytest.skip(f"there is no {SHAKESPEARE}")
-    task = Language(str(SHAKESPEARE), context=32, d_model=64, ffn=128, heads=2, layers=1, batch_size=32, dropout=0.0)
-    torch.manual_seed(0)
-    model = task.build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _, batch in zip(range(40), task.batches(seed=0, start=0, device=CPU), strict=False):
-        optimizer.zero_grad()
-        loss = task.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[0] == pytest.approx(math.log(256), abs=0.1)
-    assert losses[-1] < 3.3
 
 
 # What is refused
