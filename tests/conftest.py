@@ -24,7 +24,6 @@ building.commit = functools.cache(building.commit)  # asking git twice a run tak
 WITH_PORTS = {
     *("test_distributed", "test_replicas", "test_examples", "test_report_browser"),
     *("test_transformers_ddp", "test_lightning_ddp", "test_killed"),  # the last shares a process with the two before
-    *("test_transformers_sharded", "test_lightning_sharded"),
 }
 
 
