@@ -14,8 +14,7 @@ from toy import Toy, cyclic
 
 from growprune import GrowpruneError, methods
 from growprune.compare import Request
-from growprune.compare.budget import Budget, cut_as_usual, nearest, num_epochs, spend
-from growprune.compare.typed import Row, parse_rows
+from growprune.compare.rows import Budget, Row, cut_as_usual, nearest, num_epochs, parse_rows, spend
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition import balanced, contiguous, per_layer

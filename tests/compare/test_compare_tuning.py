@@ -19,7 +19,7 @@ from growprune import engine
 from growprune.cli import app
 from growprune.compare import Request, of_runs
 from growprune.compare.jobs import Job
-from growprune.compare.typed import parse_grid
+from growprune.compare.rows import parse_grid
 from growprune.engine.recipe import describe
 from growprune.engine.trainer import TrainingDiverged
 from growprune.errors import GrowpruneError

@@ -14,8 +14,7 @@ from paths import TOY as TOY_FILE
 
 from growprune import methods
 from growprune.compare import Request, of_runs
-from growprune.compare.budget import make_small, size_of
-from growprune.compare.typed import parse_rows
+from growprune.compare.rows import make_small, parse_rows, size_of
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.report import page

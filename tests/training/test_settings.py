@@ -11,7 +11,7 @@ from torch import nn
 from toy import Toy, cyclic
 
 from growprune import Cursor, GrowpruneError, Partition, contiguous
-from growprune.compare.budget import spend
+from growprune.compare.rows import spend
 from growprune.masks.inspection import output_layers
 from growprune.methods import METHODS
 from growprune.plan import declaration_of

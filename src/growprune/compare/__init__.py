@@ -1,7 +1,6 @@
 """Compares methods on equal terms: `Request.parse(...)` describes the runs, and makes the table of their results.
 
-    typed.py        the rows and the grid, as typed
-    budget.py       how long each row trains, and how wide small dense models are
+    rows.py         the rows and the grid, as typed; how long each row trains, and how wide small dense models are
     request.py      every run, with its recipe
     jobs.py         a run: its folder and its state; training several at a time
     comparison.py   the table

@@ -18,8 +18,8 @@ from typing import Any
 from growprune.compare.jobs import writing_to
 from growprune.errors import GrowpruneError
 from growprune.files.disk import finite, replacing
-from growprune.runs.record import Record, say_small
-from growprune.runs.result import Json, Metric, decimals, in_full
+from growprune.runs.record import Record, in_full, say_small
+from growprune.runs.result import Json, Metric, decimals
 from growprune.runs.table import HEAD as TUNING_HEAD
 from growprune.runs.table import Gap, RunRow, baseline, cells_of, errors_of, notes_of, notes_on_versions, reference
 
@@ -28,8 +28,8 @@ FORMAT = 2
 SHARES = ("training_flops", "inference_flops", "peak_alive", "average_alive")
 FIGURES = ("validation", "test", "epochs", "reached", *SHARES, "peak_bytes", "seconds")
 """Numbers of each run in comparison.json."""
-SPREADS = {name: ("mean", "deviation") for name in ("test", "validation")}
-SPREADS |= {name: ("mean", "standard_error") for name in ("minus_baseline", "minus_dense")}
+_OVER_SEEDS, _PAIRED = ("mean", "deviation"), ("mean", "standard_error")
+SPREADS = {"test": _OVER_SEEDS, "validation": _OVER_SEEDS, "minus_baseline": _PAIRED, "minus_dense": _PAIRED}
 """Columns of comparison.csv for numbers with a spread."""
 QUALITY = ("row", "sparsity", "epochs", "test", "inference FLOPs", "vs baseline", "vs dense", "runs")
 COST = ("training FLOPs", "peak alive", "average alive", "memory", "seconds")

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from growprune.compare.typed import Point, Row
+from growprune.compare.rows import Point, Row
 from growprune.engine.folder import RunFolder, check_same_recipe, check_same_work, fields_of, is_in_use
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.logs.rows import read_events
 from growprune.runs import Record, read_run
-from growprune.runs.record import failure_file
-from growprune.runs.result import in_full
+from growprune.runs.record import failure_file, in_full
 from growprune.runs.table import MAY_CHANGE, flat
 from growprune.tasks.task import num_cores
 

@@ -15,19 +15,25 @@ from typing import TypeVar
 
 from torch import nn
 
-from growprune.compare.budget import (
+from growprune.compare.comparison import Comparison
+from growprune.compare.jobs import EARLIER, Job, writing_to
+from growprune.compare.rows import (
+    LONGEST,
     Budget,
+    Grid,
+    Point,
+    Row,
     cut_as_usual,
     make_small,
     num_epochs,
     num_iterations_per_epoch,
+    parse_grid,
+    parse_rows,
     parts_of,
+    points_of,
     shape_of,
     spend,
 )
-from growprune.compare.comparison import Comparison
-from growprune.compare.jobs import EARLIER, Job, writing_to
-from growprune.compare.typed import LONGEST, Grid, Point, Row, parse_grid, parse_rows, points_of
 from growprune.engine.override import absolute, digests, override, parse_settings
 from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.errors import GrowpruneError
@@ -35,8 +41,8 @@ from growprune.files import disk
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
 from growprune.runs import Record, find_runs
-from growprune.runs.record import TUNING
-from growprune.runs.result import Json, Metric, in_full
+from growprune.runs.record import TUNING, in_full
+from growprune.runs.result import Json, Metric
 from growprune.runs.table import FAILED, check, check_rows, deciding, rows_of, say_grid, terms_of, without_tried
 
 Number = TypeVar("Number", int, float)

@@ -17,7 +17,7 @@ from growprune.masks.layers import dense_shape
 from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.plan import Plan, declaration_of
 from growprune.plan.settings import check_counts, plain
-from growprune.sparse.stepper import LR_RAMP, auto_exponent
+from growprune.sparse.stepper import LR_RAMP
 from growprune.tasks.task import Task
 from growprune.training.settings import FirstMask, Resolved, Settings
 
@@ -301,7 +301,7 @@ class Recipe:
             parts = parse_parts(parts, kind=declaration_of(self.method).partition)
         scaling: float | str = self.settings.scaling_from(self.first_mask)
         if scaling == "auto":
-            scaling = auto_exponent(is_adam_like=self.optimizer.kind in ("adam", "adamw"))
+            scaling = 1.0 if self.optimizer.kind in ("adam", "adamw") else 0.0
         return {"parts": parts, "allocation": self.settings.resolved_allocation, "lr_scaling": scaling}
 
     @property

@@ -14,7 +14,7 @@ from fractions import Fraction
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
-from growprune.plan.settings import as_float, is_number
+from growprune.plan.settings import as_float, is_number, one_of
 
 MOST_POWER = 2.0
 FLOOR = Fraction(3, 100)
@@ -85,9 +85,7 @@ ALLOCATIONS: dict[str, Allocation] = {
 
 
 def parse_allocation(name: str) -> Allocation:
-    if name not in ALLOCATIONS:
-        raise GrowpruneError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {name!r}")
-    return ALLOCATIONS[name]
+    return ALLOCATIONS[one_of("allocation", name, ALLOCATIONS)]
 
 
 def parse_cost_power(power: float, allocation: str) -> float:

@@ -10,9 +10,11 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Rational, Real
-from typing import Any
+from typing import Any, Literal
 
 from growprune.errors import GrowpruneError
+
+LARGEST_SCALING = 2.0
 
 
 def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
@@ -28,6 +30,29 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise GrowpruneError(f"{argument} must be a list of names or globs (strings), got {name!r}")
     return listed
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """Return a setting, or raise if it is not one of the allowed names."""
+    if value not in (names := tuple(allowed)):
+        raise GrowpruneError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+    return value  # type: ignore[no-any-return]
+
+
+def parse_lr_scaling(given: Any) -> float | Literal["auto"]:
+    """Check an lr_scaling setting.
+
+    >>> parse_lr_scaling("auto"), parse_lr_scaling(1)
+    ('auto', 1.0)
+    """
+    if given == "auto":
+        return "auto"
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= float(given) <= LARGEST_SCALING:
+        raise GrowpruneError(
+            f"lr_scaling must be 'auto' or an exponent in [0, {LARGEST_SCALING:g}], got {given!r}. 0 leaves learning "
+            f"rates unchanged, 1 divides them by the density of the layer"
+        )
+    return float(given)
 
 
 def as_float(number: Any) -> float:

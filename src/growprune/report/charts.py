@@ -16,7 +16,8 @@ from growprune.files import disk
 from growprune.methods import METHODS
 from growprune.report.groups import Group
 from growprune.runs import Record
-from growprune.runs.result import Json, in_full
+from growprune.runs.record import in_full
+from growprune.runs.result import Json
 from growprune.runs.table import Figure, RunRow
 
 Value = str | float | int | None

@@ -28,7 +28,7 @@ from growprune.report.charts import (
 )
 from growprune.report.groups import Group, group_runs, is_control, order
 from growprune.runs import Record
-from growprune.runs.result import in_full
+from growprune.runs.record import in_full
 from growprune.runs.table import HEAD, cells_of, errors_of, notes_of, tunings_of
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from growprune.report.charts import Value, inference_flops, training_flops
 from growprune.report.groups import Group
 from growprune.runs import Record
-from growprune.runs.record import say_small
-from growprune.runs.result import decimals, in_full, scaled
+from growprune.runs.record import in_full, say_small
+from growprune.runs.result import decimals, scaled
 from growprune.runs.table import RunRow
 
 MEANS_HEAD = (

@@ -14,7 +14,7 @@ from growprune.methods import METHODS
 from growprune.report.groups import Group, group_runs, what_differs
 from growprune.report.tables import gap, spread
 from growprune.runs import Record
-from growprune.runs.result import in_full
+from growprune.runs.record import in_full
 from growprune.runs.table import RunRow, best_by_validation, version_of
 
 

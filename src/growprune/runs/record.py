@@ -128,6 +128,15 @@ def failure_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.failed")
 
 
+def in_full(number: float) -> str:
+    """Format a number with all its digits, so that different sparsities never look the same.
+
+    >>> in_full(0.9), in_full(0.0), in_full(0.9000001)
+    ('0.9', '0', '0.9000001')
+    """
+    return repr(float(number)).removesuffix(".0")
+
+
 def small_name(equal: str) -> str:
     """The name of a small dense row in tables.
 

@@ -193,15 +193,6 @@ def deviation(values: Collection[float]) -> float | None:
     return statistics.stdev(values) if is_known else None
 
 
-def in_full(number: float) -> str:
-    """Format a number with all its digits, so that different sparsities never look the same.
-
-    >>> in_full(0.9), in_full(0.0), in_full(0.9000001)
-    ('0.9', '0', '0.9000001')
-    """
-    return repr(float(number)).removesuffix(".0")
-
-
 def decimals(score: float | None) -> int:
     """Number of decimals to show for scores of this size. Bits per byte need three.
 

@@ -21,8 +21,8 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from growprune.errors import GrowpruneError, shorten
-from growprune.runs.record import Record
-from growprune.runs.result import Json, Metric, decimals, deviation, in_full, mean
+from growprune.runs.record import Record, in_full
+from growprune.runs.result import Json, Metric, decimals, deviation, mean
 
 ROW = {"method", "options", "sparsity", "allocation", "scope", "parts", "seed"}
 """Fields of a recipe that may differ between rows, or between runs of a row. Older runs have a `scope`."""

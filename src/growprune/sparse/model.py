@@ -26,7 +26,15 @@ from growprune.masks.inspection import already_sparse, check_sparse, masks_of_ze
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
 from growprune.plan import By, Edit, Part, Score, grow, parse_choice, prune
-from growprune.plan.settings import as_float, as_names, as_seed, check_share, check_sparsity, check_state
+from growprune.plan.settings import (
+    as_float,
+    as_names,
+    as_seed,
+    check_share,
+    check_sparsity,
+    check_state,
+    parse_lr_scaling,
+)
 from growprune.sparse.editor import Editor
 from growprune.sparse.flops import cost_factors
 from growprune.sparse.gradients import Gradients
@@ -41,7 +49,6 @@ from growprune.sparse.stepper import (
     follows,
     live_state,
     load_live_state,
-    parse_lr_scaling,
     reshaped,
     stepper_of,
     unwrapped,

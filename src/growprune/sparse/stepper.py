@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -404,25 +403,8 @@ LR_RAMP = 0.3
 sparse is pushed far off in some seeds if all of the factor applies from the first iterations on (docs/theory.md)."""
 CAP = 10.0
 """The largest factor: a layer with almost no live weights would otherwise train at any rate."""
-LARGEST = 2.0
 
 Exponent = float | Literal["auto"]
-
-
-def parse_lr_scaling(given: Exponent) -> Exponent:
-    """Check an lr_scaling setting.
-
-    >>> parse_lr_scaling("auto"), parse_lr_scaling(1)
-    ('auto', 1.0)
-    """
-    if given == "auto":
-        return "auto"
-    if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= given <= LARGEST:
-        raise GrowpruneError(
-            f"lr_scaling must be 'auto' or an exponent in [0, {LARGEST:g}], got {given!r}. 0 leaves learning rates "
-            f"unchanged, 1 divides them by the density of the layer"
-        )
-    return float(given)
 
 
 def exponent_for(lr_scaling: Exponent, optimizer: Optimizer) -> float:
@@ -471,10 +453,6 @@ def rate_factor(density: float, exponent: float) -> float:
     ([1.0, 4.0, 10.0, 10.0], 2.0)
     """
     return min(CAP, density**-exponent) if density > 0 else CAP
-
-
-def auto_exponent(*, is_adam_like: bool) -> float:
-    return 1.0 if is_adam_like else 0.0
 
 
 # The state of optimizers

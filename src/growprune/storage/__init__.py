@@ -9,6 +9,7 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import pack, unpack
 from growprune.masks.patterns import Pattern
+from growprune.plan.settings import one_of
 from growprune.storage.adapters import check_adapters, forget_masks, keep_masks
 from growprune.storage.compact import Compact
 from growprune.storage.masked import Masked
@@ -17,15 +18,9 @@ from growprune.storage.parameter import SparseParameter
 STORAGES: dict[str, type[SparseParameter]] = {"masked": Masked, "compact": Compact}
 
 
-def parse_storage(name: str) -> type[SparseParameter]:
-    if name not in STORAGES:
-        raise GrowpruneError(f"storage must be one of {', '.join(STORAGES)}, got {name!r}")
-    return STORAGES[name]
-
-
 def store(model: nn.Module, names: Collection[str], storage: str, pattern: Pattern) -> dict[str, SparseParameter]:
     """Store these parameters in a storage. All are checked first, because storing may change the model."""
-    kind = parse_storage(storage)
+    kind = STORAGES[one_of("storage", storage, STORAGES)]
     for name in names:
         kind.check(model, name)
         if (dtype := model.get_parameter(name).dtype).is_floating_point and dtype.itemsize == 1:
@@ -51,4 +46,4 @@ def make_plain(model: nn.Module, parameters: dict[str, SparseParameter], pattern
     forget_masks(model)
 
 
-__all__ = ["STORAGES", "Compact", "Masked", "SparseParameter", "make_plain", "parse_storage", "store"]
+__all__ = ["STORAGES", "Compact", "Masked", "SparseParameter", "make_plain", "store"]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import parse_allocation, parse_cost_power
+from growprune.masks.allocation import ALLOCATIONS, parse_cost_power
 from growprune.masks.inspection import already_sparse, output_layers, signs_of_training
 from growprune.masks.layers import Layers, Weight, few, frozen_layers, is_normalized, layer_weights, prunable_weights
 from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
@@ -27,11 +27,19 @@ from growprune.masks.patterns import NofM, parse_pattern
 from growprune.methods import find_method
 from growprune.plan import Action, By, Declaration, InitialMask, Part, Plan, declaration_of, walk
 from growprune.plan.phases import fill_lengths, plan_length
-from growprune.plan.settings import as_names, as_seed, check_counts, check_share, check_sparsity
+from growprune.plan.settings import (
+    as_names,
+    as_seed,
+    check_counts,
+    check_share,
+    check_sparsity,
+    one_of,
+    parse_lr_scaling,
+)
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel, check_model
-from growprune.sparse.stepper import LR_RAMP, parse_lr_scaling, unwrapped
-from growprune.storage import parse_storage
+from growprune.sparse.stepper import LR_RAMP, unwrapped
+from growprune.storage import STORAGES
 
 PartsLike: TypeAlias = int | str | Partition | PartitionConfig | Sequence[Sequence[str]] | None
 """A number of parts, a kind such as "balanced", "balanced(8)" or `growprune.balanced(8)`, a list of lists of names, or
@@ -93,11 +101,13 @@ class Settings:
         check_sparsity(self.sparsity)
         counts = {name: getattr(self, name) for name in ("iterations", "epochs", "iterations_per_epoch")}
         check_counts(1, **{name: count for name, count in counts.items() if count is not None})
-        parse_storage(self.storage)
-        parse_pattern(self.pattern)
-        parse_allocation(self.resolved_allocation)
-        plain: dict[str, Any] = {"cost_power": parse_cost_power(self.cost_power, self.resolved_allocation)}
-        plain |= {"lr_scaling": parse_lr_scaling(self.lr_scaling), "seed": as_seed(self.seed)}
+        one_of("storage", self.storage, STORAGES)
+        one_of("allocation", self.resolved_allocation, ALLOCATIONS)
+        if self.pattern != "unstructured":
+            parse_pattern(self.pattern)
+        plain: dict[str, Any] = {"lr_scaling": parse_lr_scaling(self.lr_scaling), "seed": as_seed(self.seed)}
+        if self.cost_power != 0:
+            plain["cost_power"] = parse_cost_power(self.cost_power, self.resolved_allocation)
         check_share(lr_ramp=self.lr_ramp)
         plain["include"] = as_names(self.include, "include")
         if self.keep_dense != "auto":
@@ -254,10 +264,11 @@ class Settings:
             instead = ", or epochs instead" if "iterations" in missing else ""
             raise GrowpruneError(f"{self.name} needs {', '.join(missing)}. Give it in options{instead}")
         plan = self.make_plan(parts, **options)
-        pattern = parse_pattern(self.pattern)
-        least = 1 - pattern.n / pattern.m if isinstance(pattern, NofM) else 0.0
-        if self.is_start_open and 0 < _first_sparsity(plan) < least <= self.sparsity:  # which this pattern cannot have
-            plan = self.make_plan(parts, **options | {str(about.rises_from): least})
+        if self.is_start_open and self.pattern != "unstructured":
+            pattern = parse_pattern(self.pattern)
+            least = 1 - pattern.n / pattern.m if isinstance(pattern, NofM) else 0.0
+            if 0 < _first_sparsity(plan) < least <= self.sparsity:  # which this pattern cannot have
+                plan = self.make_plan(parts, **options | {str(about.rises_from): least})
         if unit is None and any([s.phase.epochs for s in walk(plan)]):
             raise GrowpruneError(f"{self.name} with epochs also needs iterations_per_epoch=len(loader)")
         return plan, unit
