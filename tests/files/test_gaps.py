@@ -32,8 +32,7 @@ from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.manifest import bytes_of
 from growprune.files.sparse_file import contents
-from growprune.masks.bits import pack, unpack
-from growprune.masks.encoding import from_gaps, to_gaps
+from growprune.masks.bits import from_gaps, pack, to_gaps, unpack
 from growprune.sparse.model import SparseModel
 
 

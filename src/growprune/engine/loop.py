@@ -44,7 +44,7 @@ from growprune.engine.recipe import Recipe, describe, require
 from growprune.engine.state import Checkpoints, Place, RunState, returned_by
 from growprune.engine.trainer import Training, digest, fingerprint, work_before
 from growprune.files import checkpoint
-from growprune.files.sparse_file import write_file
+from growprune.files.writer import write_file
 from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
 from growprune.plan.settings import check_counts

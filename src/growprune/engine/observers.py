@@ -28,8 +28,8 @@ from growprune.engine.mesh import PeerFailed
 from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import TrainingDiverged
 from growprune.errors import GrowpruneError, shorten
-from growprune.files import sparse_file as file
 from growprune.files.disk import plain_file, replacing
+from growprune.files.writer import write_file
 from growprune.masks.bits import Snapshot
 from growprune.plan import ScheduledPhase
 from growprune.runs.result import Metric
@@ -275,12 +275,12 @@ class Best:
             self.found = {"validation": metrics, **where}
             if self._is_writer:
                 self._model = sparse.snapshot(device="cpu")
-                file.write_file(sparse, self._path)
+                write_file(sparse, self._path)
 
     def put_into(self, sparse: SparseModel) -> None:
         """Load the best weights into a model, and write its file again: after a kill it may be newer than the state."""
         sparse.restore(self._model)
-        file.write_file(sparse, self._path)
+        write_file(sparse, self._path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"found": self.found, "model": self._model}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.files.quantized import QUANTIZABLE, scale_shape
-from growprune.masks.encoding import MAX_EXPANSION, num_outside
+from growprune.masks.bits import MAX_EXPANSION, num_outside
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
 

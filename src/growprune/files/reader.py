@@ -27,8 +27,7 @@ from growprune.files.manifest import (
     whole,
 )
 from growprune.files.quantized import dequantize
-from growprune.masks.bits import pack, unpack
-from growprune.masks.encoding import from_gaps, num_bits, num_mask_bytes, row_major
+from growprune.masks.bits import from_gaps, num_bits, num_mask_bytes, pack, row_major, unpack
 from growprune.masks.layers import dense_shape, is_compact, prunable_weights, tensors_of
 from growprune.masks.patterns import parse_pattern
 from growprune.sparse.model import SparseModel

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files.manifest import FORMAT, VERSION
-from growprune.files.quantized import check_values
 from growprune.files.reader import match_model, open_sparse
-from growprune.files.writer import check_finished, warn_of_unsaved, write
-from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
+from growprune.files.writer import check_finished, write_file
+from growprune.masks.bits import MAX_EXPANSION, num_mask_bytes
 from growprune.sparse.model import SparseModel, check_sparse_model, named_tensors
 
 if TYPE_CHECKING:
@@ -38,15 +36,6 @@ def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | Non
     sparse.notice_shards()
     check_finished(sparse)
     write_file(sparse, path, values=values)
-
-
-def write_file(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
-    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan."""
-    if values is not None:
-        check_values(values)
-    warn_of_unsaved(sparse.model)
-    sparse.notice_shards()
-    write(sparse, Path(path), {weight.parameter for weight in sparse.weights} if values is not None else ())
 
 
 def load(

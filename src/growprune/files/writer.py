@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,9 @@ from growprune.files.manifest import (
     crc32,
     write_metadata,
 )
-from growprune.files.quantized import quantize, rows_of_live
+from growprune.files.quantized import check_values, quantize, rows_of_live
 from growprune.files.reader import open_sparse
-from growprune.masks.bits import whole
-from growprune.masks.encoding import encode_mask
+from growprune.masks.bits import encode_mask, whole
 from growprune.masks.layers import prunable_weights, tensors_of
 from growprune.masks.patterns import Pattern
 from growprune.sparse.cursor import cursor_of
@@ -41,16 +41,23 @@ MISSED = 0.01
 """How far a model may be from its target sparsity without a warning. Some methods miss it by a few weights."""
 
 
-def write(sparse: SparseModel, path: Path, int8: Collection[str] = ()) -> None:
-    """Write the file of a model. Only prunable tensors are copied. If it is sharded, all ranks must call it.
+def write_file(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
+    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan.
+
+    Only prunable tensors are copied. If the model is sharded, all ranks must call it.
 
     Args:
-        int8: the prunable parameters whose values are stored in 8 bits.
+        values: "int8" to store the values of prunable parameters in 8 bits.
     """
+    if values is not None:
+        check_values(values)
+    warn_of_unsaved(sparse.model)
+    sparse.notice_shards()
+    int8 = () if values is None else {weight.parameter for weight in sparse.weights}
     if sparse.ranks is None:
-        _write_all(path, _each_stored(sparse, int8), _settings(sparse))
+        _write_all(Path(path), _each_stored(sparse, int8), _settings(sparse))
     else:
-        _write_sharded(sparse, path, sparse.ranks, int8)
+        _write_sharded(sparse, Path(path), sparse.ranks, int8)
 
 
 def rewrite_as_int8(source: Path, path: Path) -> None:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import in_one_go, matrix_shape
-from growprune.sparse.weight_memory import WeightMemory, showing_products
+from growprune.sparse.flops import WeightMemory, showing_products
 
 CHUNK = 1 << 24
 """The number of input values to process at a time."""

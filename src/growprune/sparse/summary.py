@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from growprune.masks.allocation import num_kept
-from growprune.masks.encoding import encode_mask, num_mask_bytes, num_outside
+from growprune.masks.bits import encode_mask, num_mask_bytes, num_outside
 from growprune.masks.layers import Weight, tensors_of
 from growprune.masks.patterns import Pattern
 from growprune.plan import prune

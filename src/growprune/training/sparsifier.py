@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.disk import NUMBER, Names, fault
-from growprune.files.sparse_file import write_file
+from growprune.files.writer import write_file
 from growprune.masks.bits import Snapshot, unpack
 from growprune.plan import By, Plan, walk
 from growprune.plan.settings import check_state
