@@ -163,3 +163,29 @@ def test_allocation_and_parts_follow_the_method() -> None:
     dense = gp.Recipe(Toy(), gp.methods.dense, {"epochs": 2}, sparsity=0.75, parts=2)
     fields = fields_of(override(dense, {"method": "gradual_gap"}))
     assert (fields["allocation"], fields["parts.name"], fields["parts.kappa"]) == ("global", "Balanced", 2)
+
+
+class HeadFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(16, 2), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.body(x))
+        return result
+
+
+class HeadFirstToy(Toy):
+    def build_model(self) -> nn.Module:
+        return HeadFirst()
+
+    def example(self) -> torch.Tensor:
+        return torch.zeros(1, 8)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_recipe_keeps_the_layer_dense_to_which_its_example_leads_not_the_last_one(device: str) -> None:
+    recipe = gp.Recipe(HeadFirstToy(), gp.methods.gmp, {"epochs": 2}, sparsity=0.75)
+    with torch.device(device):
+        resolved = recipe.resolve(recipe.task.build_model(), 4)
+    assert resolved.keep_dense == ("head",) and "example" in resolved.how_kept

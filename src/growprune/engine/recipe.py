@@ -278,7 +278,7 @@ class Recipe:
             epochs = options.pop("epochs", None)
         names = ("sparsity", "parts", "pattern", "keep_dense", "include", "storage", "lr_scaling", "lr_ramp", "seed")
         said = {name: getattr(self, name) for name in (*names, "cost_power", "rescale")}
-        said["example"] = self.task.example() if self.cost_power else None
+        said["example"] = self.task.example() if self.cost_power or self.keep_dense == "auto" else None
         return Settings(self.method, allocation=self.allocation or None, epochs=epochs, options=options, **said)
 
     @property

@@ -188,7 +188,7 @@ class Settings:
         """Return the names or globs that are never pruned, the frozen layers among them, and how others were found."""
         named, how = tuple(self.keep_dense), "keep_dense"
         if self.keep_dense == "auto":
-            named, how = output_layers(model, example, layers=layers)
+            named, how = output_layers(model, self.example if example is None else example, layers=layers)
         frozen = frozen_layers(model, include=self.include, layers=layers)
         return tuple(dict.fromkeys((*named, *frozen))), frozen, how
 
@@ -313,8 +313,8 @@ class Settings:
         about, allocation = said.declaration, said.resolved_allocation
 
         # which weights, in which parts
-        example = said.example
-        if example is None and isinstance(said.calibration, Sequence) and said.calibration:
+        example = None
+        if said.example is None and isinstance(said.calibration, Sequence) and said.calibration:
             example = said.calibration[0]
         layers = layer_weights(model)
         if sparse is None:
