@@ -183,10 +183,11 @@ def test_unfinished_runs_are_listed_with_the_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "stopped", made, events=[first, epoch, {"event": "interrupted"}])
     write_run(tmp_path / "failed", made, events=[first, {"event": "failed", "message": "the loss became nan"}])
     write_run(tmp_path / "again", made, events=[{"event": "failed", "message": "x"}, {"event": "resumed"}])
-    write_bare(write_run(tmp_path / "damaged", made) / "result.json", {})
+    write_bare(write_run(tmp_path / "damaged", made, events=[first, epoch]) / "result.json", {})
     (tmp_path / "empty").mkdir()
     records = find_runs([tmp_path / name for name in sorted(path.name for path in tmp_path.iterdir())])
     assert "(1 damaged, 1 failed, 4 unfinished)" in notes(records)[-1]
+    assert not any("comparable" in note for note in notes(records))
     status = {line[0]: line[1] for line in table(render(records, ""), "All runs")}
     assert status["killed"] == "unfinished: last seen after epoch 1"
     assert status["stopped"] == "unfinished: interrupted after epoch 1"
@@ -220,6 +221,11 @@ def test_one_compare_command_makes_all_runs(tmp_path: Path) -> None:
         "growprune compare digits/dense --data DATA/d.npz --methods 'dense,gmp:global,rigl:erk every=5' "
         "--sparsities 0.9 --seeds 0,1 --epochs 2 --set clip=1.0"
     )
+
+
+def test_compare_command_names_the_file_of_a_method_of_the_user(tmp_path: Path) -> None:
+    made_by_compare(tmp_path / "own", "mine:uniform k=2", 0, {"method": "/home/me/own.py:mine"})
+    assert "--methods 'own.py:mine:uniform k=2'" in command_of(tmp_path)
 
 
 @pytest.mark.parametrize("other", [{"clip": "2.0"}, None])

@@ -184,7 +184,7 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
         print(comparison.to_markdown(), end="")
         return
     _say(
-        f"test {comparison.metric.name}{comparison.terms}: mean ± standard deviation over seeds; "
+        f"test {comparison.metric.name or 'results'}{comparison.terms}: mean ± standard deviation over seeds; "
         f"differences ± standard error"
     )
     cells = [comparison.cells(row) for row in comparison.rows]

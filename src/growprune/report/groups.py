@@ -88,8 +88,8 @@ def what_differs(records: Sequence[Record]) -> list[str]:
 
 
 def _shown(records: Sequence[Record]) -> list[Record]:
-    """Runs that started. For tuned rows, only the chosen ones."""
-    begun = [record for record in records if record.history or record.is_finished]
+    """Runs that started, and whose recipe is known. For tuned rows, only the chosen ones."""
+    begun = [record for record in records if record.recipe and (record.history or record.is_finished)]
     return sorted((record for record in begun if not record.is_passed_over), key=order)
 
 

@@ -120,7 +120,7 @@ def _legend(group: Group, styles: Styles) -> str:
         swatches = [Style("currentColor", "", styles.dash(sparsity)).swatch for sparsity in sparsities]
         chips += [_chip(in_full(s), swatch, True) for s, swatch in zip(sparsities, swatches, strict=True)]
     hidden = sum(map(is_control, rows.values()))
-    note = f" ({hidden} controls are hidden at first)" if hidden else ""
+    note = f" ({hidden} control{'s are' if hidden > 1 else ' is'} hidden at first)" if hidden else ""
     return (
         f"<details class='legend' open><summary>Rows in the charts{note}</summary><div class='chips'>{''.join(chips)}"
         "<span><button type='button' data-all='1'>all</button> <button type='button' data-all=''>none</button></span>"
