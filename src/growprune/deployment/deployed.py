@@ -125,9 +125,12 @@ class Deployed(nn.Module):
         self.state_dict()
         return super().load_state_dict(*args, **kwargs)
 
-    @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        module: Any = self._modules["module"]
+        if not torch.is_grad_enabled():  # to switch it off takes as long as a small layer
+            return module(*args, **kwargs)
+        with torch.no_grad():
+            return module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own `generate`, as models of transformers have it."""

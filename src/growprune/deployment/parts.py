@@ -76,8 +76,10 @@ class Part(_InPlaceOf):
         self.plans[_key(example)], self._known = program, {row.layer: row for row in rows}
         return Swapped(self, rows, in_torch)
 
-    @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(*args, **kwargs)
         example = Example(args, kwargs)
         with self._lock:
             program = self._plan(_key(example), lambda: self._next(example))
@@ -158,12 +160,16 @@ class LinearPart(_InPlaceOf):
             return self.__dict__["_module"](x)  # type: ignore[no-any-return]
         key = rounded(columns), torch.get_num_threads()
         with self._lock:
-            source, out, run = self._plan(key, lambda: self._next(key))
+            plan = self._plan(key, lambda: self._next(key))
+            if plan is None:
+                return self.__dict__["_module"](x)  # type: ignore[no-any-return]
+            source, out, run = plan
             source[:, :columns].copy_(x.reshape(columns, -1).t())
             run()
             return out[:, :columns].t().reshape(*x.shape[:-1], rows).clone()  # type: ignore[no-any-return]
 
-    def _next(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, Callable[[], object]]:
+    def _next(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, Callable[[], object]] | None:
+        """The plan for a number of columns and threads; None where the dense module is faster."""
         columns, threads = key
         geometry = Geometry.linear(self._matrix.columns, columns)
         spec = LayerSpec(self._name, self._matrix, geometry, self._bias)
@@ -175,6 +181,8 @@ class LinearPart(_InPlaceOf):
         self._measured[key] = row
         if self.is_timed:
             self.rows.append(row)
+        if row.choice == "dense":
+            return None
         x, out = torch.zeros(self._matrix.columns, columns), torch.empty(self._matrix.rows, columns)
         return x, out, layer.bind(x, out)
 

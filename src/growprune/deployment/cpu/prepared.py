@@ -219,20 +219,28 @@ class Pool:
         self._threads = threads or torch.get_num_threads()
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        self.bind(x, out)()
+        return out
+
+    def bind(self, x: Tensor, out: Tensor) -> Callable[[], object]:
+        """A call with these very tensors, checked now, so that it is quick to start later."""
         g, found = self.geometry, library()
         check_matrix("x", x, g.channels, g.in_columns)
         check_matrix("out", out, g.channels, g.columns)
+        given = (geometry_struct(g), *strided(x), *strided(out))
         if found and self._is_mean:
-            found.mean_pool(geometry_struct(g), *strided(x), *strided(out), self._counts_padding, self._threads)
-        elif found:
-            found.max_pool(geometry_struct(g), *strided(x), *strided(out), self._threads)
-        elif self._is_mean:
-            means = F.avg_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.ceil_mode, self._counts_padding)
-            out.copy_(_columns(means))
+            return partial(found.mean_pool, *given, self._counts_padding, self._threads)
+        if found:
+            return partial(found.max_pool, *given, self._threads)
+        return partial(self._in_torch, x, out)
+
+    def _in_torch(self, x: Tensor, out: Tensor) -> None:
+        g, images = self.geometry, _images(self.geometry, x)
+        if self._is_mean:
+            found = F.avg_pool2d(images, g.kernel, g.stride, g.padding, g.ceil_mode, self._counts_padding)
         else:
-            largest = F.max_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.dilation, g.ceil_mode)
-            out.copy_(_columns(largest))
-        return out
+            found = F.max_pool2d(images, g.kernel, g.stride, g.padding, g.dilation, g.ceil_mode)
+        out.copy_(_columns(found))
 
 
 class Repeat:

@@ -33,10 +33,10 @@ struct Geometry {
 };
 
 // How one tap reads the vector of inputs that one vector of outputs needs.
-enum Kind : std::uint16_t { TOGETHER, SCATTERED };
+enum Kind : std::uint16_t { TOGETHER, EVERY_SECOND, SCATTERED };
 
 struct Load {
-    std::int32_t start;  // together: the input column of lane 0, were it not masked; else where in the table below
+    std::int32_t start;  // the input column of lane 0, were it not masked; scattered: where in the table below
     std::uint16_t keep;  // a bit for each lane that is not padding
     Kind kind;
 };
@@ -71,21 +71,24 @@ class Packing {
 
   private:
     Load describe(int tap, Index column) {
-        Index sources[16], start = 0;
+        Index sources[16], start = 0, start_by_two = 0;
         unsigned keep = 0;
-        bool is_scattered = false;
+        bool is_together = true, is_every_second = HAS_HALVES && num_lanes == GP_LANES;
         for (int i = 0; i < num_lanes; ++i) {
             sources[i] = column + i < geometry.columns() ? geometry.source(tap, column + i) : -1;
             if (sources[i] < 0) continue;
-            if (!keep) start = sources[i] - i;
+            if (!keep) start = sources[i] - i, start_by_two = sources[i] - 2 * i;
             keep |= 1u << i;
-            is_scattered |= sources[i] - i != start;
+            is_together &= sources[i] - i == start;
+            is_every_second &= sources[i] - 2 * i == start_by_two;
         }
-        if (!is_scattered) return {static_cast<std::int32_t>(start), static_cast<std::uint16_t>(keep), TOGETHER};
+        const auto kept = static_cast<std::uint16_t>(keep);
+        if (is_together) return {static_cast<std::int32_t>(start), kept, TOGETHER};
+        if (is_every_second) return {static_cast<std::int32_t>(start_by_two), kept, EVERY_SECOND};
         const auto place = static_cast<std::int32_t>(scattered.size());
         for (int i = 0; i < num_lanes; ++i)
             scattered.push_back(static_cast<std::int32_t>(std::max<Index>(0, sources[i])));
-        return {place, static_cast<std::uint16_t>(keep), SCATTERED};
+        return {place, kept, SCATTERED};
     }
 
     template <int lanes> GP_INLINE void copy_row(const float *from, int count, int tail, float *to) const {
@@ -99,6 +102,9 @@ class Packing {
         for (int u = 0; u < count; ++u, ++from, to += lanes) {
             if (from->kind == SCATTERED)
                 gather<lanes>(row, scattered.data() + from->start, from->keep, to);
+            else if (from->kind == EVERY_SECOND)
+                load_every_second<lanes>(row + from->start, from->keep,
+                                         is_inside(channel * x_stride + from->start, x_stride, 2 * lanes), to);
             else
                 load_kept<lanes>(row + from->start, from->keep,
                                  is_inside(channel * x_stride + from->start, x_stride, lanes), to);
@@ -123,6 +129,17 @@ class Packing {
             store<lanes>(to, keep_lanes<lanes>(load<lanes>(from), keep));
         else
             for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? from[i] : 0.0f;
+    }
+
+    // Two vectors, of which the even numbers are kept.
+    template <int lanes>
+    static GP_INLINE void load_every_second(const float *from, unsigned keep, bool is_readable, float *to) {
+        if constexpr (lanes == GP_LANES) {
+            if (is_readable)
+                return store<lanes>(
+                    to, keep_lanes<lanes>(half_of<0>(load<lanes>(from), load<lanes>(from + lanes)), keep));
+        }
+        for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? from[2 * i] : 0.0f;
     }
 
     template <int lanes>

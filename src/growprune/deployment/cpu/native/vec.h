@@ -105,6 +105,10 @@ template <int lanes> GP_INLINE void store_some(float *to, typename Vec<lanes>::t
 
 // The lanes whose bit is set in `keep`, zeros elsewhere; whatever is there, NaN included, is dropped.
 template <int lanes> GP_INLINE typename Vec<lanes>::type keep_lanes(typename Vec<lanes>::type vector, unsigned keep) {
+#if defined(__AVX512F__)
+    if constexpr (lanes == 16)
+        return (typename Vec<16>::type)_mm512_maskz_mov_ps(static_cast<__mmask16>(keep), (__m512)vector);
+#endif
     if constexpr (lanes == 1) {
         return keep & 1u ? vector : 0.0f;
     } else {
