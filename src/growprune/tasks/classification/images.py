@@ -173,7 +173,7 @@ def held(data: str, num_classes: int, workers: int) -> HeldImages:
         except (OSError, UnreadableImage):
             continue  # decoding will report it
     else:
-        raise GrowpruneError(f"{source.where}: none of the {len(source.labels)} images can be read. Check the files")
+        raise GrowpruneError(f"{data}: none of the {len(source.labels)} images can be read. Check the files")
     report = report_bad(source, data, num_classes)
     decoder = Decoder(source, size, None)
     return HeldImages(decoder, len(source.labels), report, workers=workers, size=(height, width))

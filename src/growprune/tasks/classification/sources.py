@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import tokenize
 import zipfile
 import zlib
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -36,50 +35,24 @@ UNREADABLE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Source(ABC):
+class Source:
     """Encoded images, numbered from 0."""
 
-    where: str
+    where: dict[str, str]
+    """Name of the training and of the test split in messages."""
     labels: Array
     is_test: Array
-
-    def where_is(self, split: str) -> str:
-        """Name of a split in messages."""
-        return self.where
-
-    def name(self, index: int) -> str:
-        """Name of an image in messages."""
-        return f"image {index}"
-
-    @abstractmethod
-    def open(self, index: int) -> IO[bytes]: ...
+    name: Callable[[int], str]
+    """Returns the name of an image in messages."""
+    open: Callable[[int], IO[bytes]]
 
 
-@dataclass(frozen=True, eq=False)
-class Folder(Source):
-    """Images in class folders."""
-
-    paths: list[str]
-
-    def where_is(self, split: str) -> str:
-        return str(Path(self.where, FOLDERS[split]))
-
-    def name(self, index: int) -> str:
-        return self.paths[index]
-
-    def open(self, index: int) -> IO[bytes]:
-        return Path(self.where, self.paths[index]).open("rb")
+def _open_file(data: str, paths: list[str], index: int) -> IO[bytes]:
+    return Path(data, paths[index]).open("rb")
 
 
-@dataclass(frozen=True, eq=False)
-class Packed(Source):
-    """Images in one file, which is kept in memory."""
-
-    data: Array
-    offsets: Array
-
-    def open(self, index: int) -> IO[bytes]:
-        return io.BytesIO(self.data[self.offsets[index] : self.offsets[index + 1]].tobytes())
+def _open_packed(data: Array, offsets: Array, index: int) -> IO[bytes]:
+    return io.BytesIO(data[offsets[index] : offsets[index + 1]].tobytes())
 
 
 @functools.cache
@@ -93,7 +66,7 @@ def load(data: str, num_classes: int) -> Source:
             f"labels must be 0 to {num_classes - 1} for task.num_classes={num_classes}, but {data} has {shown}"
         )
     for split, count in {"train": (~source.is_test).sum(), "test": source.is_test.sum()}.items():
-        check_split(int(count), source.where_is(split), split, layout=LAYOUT)
+        check_split(int(count), source.where[split], split, layout=LAYOUT)
     return source
 
 
@@ -121,11 +94,11 @@ def bad_images(data: str, num_classes: int) -> dict[bool, BadRecords]:
     """Return the counters of bad images of a source, for training (False) and for test (True)."""
     source = load(data, num_classes)
     num_test = int(source.is_test.sum())
-    train = BadRecords(source.where_is("train"), len(source.labels) - num_test)
-    return {False: train, True: BadRecords(source.where_is("test"), num_test, always=1)}
+    train = BadRecords(source.where["train"], len(source.labels) - num_test)
+    return {False: train, True: BadRecords(source.where["test"], num_test, always=1)}
 
 
-def _read_folder(data: str, num_classes: int) -> Folder:
+def _read_folder(data: str, num_classes: int) -> Source:
     train, test = (find(data, name, layout=LAYOUT) for name in FOLDERS.values())
     classes = _class_folders(train)
     _check_classes(f"{data}: train", len(classes), num_classes)
@@ -136,31 +109,23 @@ def _read_folder(data: str, num_classes: int) -> Folder:
     paths, labels, is_test = [], [], []
     for split in (train, test):
         for label, name in enumerate(classes):
-            found = [f"{split.name}/{name}/{file}" for file in _image_files(split / name)]
+            files = [file.name for file in (split / name).iterdir()] if (split / name).is_dir() else []  # in val
+            found = [f"{split.name}/{name}/{file}" for file in sorted(files) if file.lower().endswith(SUFFIXES)]
             paths += found
             labels += [label] * len(found)
             is_test += [split is test] * len(found)
-    folder = Folder(data, np.array(labels, dtype=np.int64), np.array(is_test, dtype=bool), paths)
-    trained = set(folder.labels[~folder.is_test].tolist())
+    trained = {label for label, test in zip(labels, is_test, strict=True) if not test}
     if trained and (empty := [name for label, name in enumerate(classes) if label not in trained]):
         raise GrowpruneError(f"{train / empty[0]} has no images. Expected {LAYOUT}. Remove the folder, or add images")
-    return folder
+    where, arrays = {"train": str(train), "test": str(test)}, (np.array(labels, np.int64), np.array(is_test, bool))
+    return Source(where, *arrays, paths.__getitem__, functools.partial(_open_file, data, paths))
 
 
 def _class_folders(split: Path) -> list[str]:
-    with os.scandir(split) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(entry.name for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _image_files(folder: Path) -> list[str]:
-    """List image files in sorted order. Empty if the folder does not exist, because val may lack classes."""
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES))
-
-
-def _read_packed(data: str, num_classes: int) -> Packed:
+def _read_packed(data: str, num_classes: int) -> Source:
     path = find(data, "", layout=LAYOUT)
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -187,7 +152,8 @@ def _read_packed(data: str, num_classes: int) -> Packed:
         raise GrowpruneError(f"{data}: split must be 0 (train) or 1 (test), got {wrong[0]}")
     _check_classes(data, len(found["classes"]), num_classes)
     labels, is_test = found["labels"].astype(np.int64), found["split"] == 1
-    return Packed(data, labels, is_test, found["data"], found["offsets"].astype(np.int64))
+    read = functools.partial(_open_packed, found["data"], found["offsets"].astype(np.int64))
+    return Source({"train": data, "test": data}, labels, is_test, "image {}".format, read)
 
 
 def _check_classes(where: str, found: int, num_classes: int) -> None:
