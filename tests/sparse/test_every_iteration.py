@@ -74,6 +74,7 @@ RULES: dict[str, Callable[[Part], Rule]] = {
     "dpf": lambda part: Dpf(part, to=0.75, rise=6, every=2),
     "str": lambda part: Str(part, s_init=-3.0, s_decay=0.1),
     "deepr": lambda part: Deepr(part, iterations=20, l1=1e-3, temperature=1e-4),
+    "admm": lambda part: Admm(part, to=0.75, rho=0.1, every=2),
 }
 every_rule = pytest.mark.parametrize("name", RULES)
 
@@ -428,7 +429,7 @@ def test_another_seed_rewires_otherwise() -> None:
     assert not torch.equal(masks[0], masks[2])
 
 
-# All three
+# All four
 
 
 @every_rule
@@ -486,7 +487,7 @@ def test_a_step_with_a_closure_does_as_one_without(name: str) -> None:
 @every_rule
 @every_optimizer
 def test_a_rule_goes_on_bit_for_bit_from_every_iteration(name: str, optimize: Any) -> None:
-    often = {"every": 3} if name == "dpf" else {}
+    often = {"dpf": {"every": 3}, "admm": {"every": 2, "begin": 0.2, "until": 0.9, "rho": 0.1}}.get(name, {})
 
     def fresh() -> tuple[SparseModel, ForkCursor]:
         model = small_net()
@@ -560,6 +561,7 @@ def test_a_frozen_layer_stays_as_it_is(name: str) -> None:
     [
         (Dpf(ALL, to=0.5), "DPF needs all weights dense: use storage='masked', not 'compact'"),
         (Str(ALL, s_init=0, s_decay=0), "STR needs all weights dense: use storage='masked', not 'compact'"),
+        (Admm(ALL, to=0.5), "ADMM needs all weights dense: use storage='masked', not 'compact'"),
         (Deepr(ALL, iterations=1), "DeepR edits masks in every iteration: use storage='masked', not 'compact'"),
     ],
 )
@@ -597,6 +599,12 @@ def test_dpf_that_would_rise_through_what_its_pattern_forbids_is_refused_at_firs
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        *(
+            (lambda rho=rho: Admm(ALL, to=0.5, rho=rho), "rho must be a finite number > 0")
+            for rho in (0, math.nan, True)
+        ),
+        (lambda: Admm(ALL, to=1.5), "sparsity must be in [0, 1), got 1.5"),
+        (lambda: Admm(ALL, to=0.5, every=0), "every must be an integer >= 1, got 0"),
         (lambda: Dpf(ALL, to=1.5), "sparsity must be in [0, 1), got 1.5"),
         (lambda: Dpf(ALL, to=0.5, every=0), "every must be an integer >= 1, got 0"),
         (lambda: Dpf(ALL, to=0.5, rise=-1), "rise must be an integer >= 0, got -1"),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-from plan_cases import check_same_bits, frozen, sgd, small_net, thawed, train_step
+from plan_cases import frozen, sgd, small_net, train_step
 from torch import Tensor, nn
 
 import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
-from growprune.methods import METHODS, admm
+from growprune.methods import METHODS
 from growprune.methods.admm import Admm
 from growprune.plan import Part, Phase, prune
 from growprune.sparse.cursor import Cursor
@@ -83,48 +82,6 @@ def test_between_updates_z_and_u_stay() -> None:
     assert of_rule(sparse) == ([0, -4.5, 1.125, 0], [0, 0, 0, 0.5625])
 
 
-def test_with_two_optimizers_each_weight_is_pulled_once_an_iteration() -> None:
-    """As with one: every=2, so that counting steps instead of iterations would show."""
-    rule = Admm(Part("both", ("0.weight", "1.weight")), to=0.5, rho=0.5, every=2)
-    ends = []
-    for split in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        sparse = SparseModel(model, sparsity=0.5)
-        cursor = Cursor(sparse, [Phase(iterations=9, rule=rule)])
-        groups = [list(layer.parameters()) for layer in model] if split else [list(model.parameters())]
-        optimizers = [cursor.attach(sgd(group)) for group in groups]
-        for iteration in range(5):
-            model(torch.full((1, 4), float(iteration))).square().sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            model.zero_grad()
-        assert sparse.rule is not None
-        ends.append((dict(model.state_dict()), sparse.rule.state_dict()))
-    check_same_bits(ends[0], ends[1])
-
-
-def test_a_step_with_a_closure_is_pulled_as_one_without() -> None:
-    ends = []
-    for has_closure in (False, True):
-        model, _, _, optimizer = ruled(every=2)
-
-        def closure(model: Four = model, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = model((1.0, 2.0, 3.0, 4.0))
-            loss.backward()
-            return loss
-
-        for _ in range(4):
-            if has_closure:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-        ends.append(model.weight.tolist())
-    assert ends[0] == ends[1]
-
-
 def test_admm_projects_onto_blocks() -> None:
     model, sparse, _, optimizer = ruled(pattern="1x2")
     pass_one(model, optimizer, (0, 0, 0, 0))
@@ -145,36 +102,6 @@ def test_the_rule_is_over_with_its_phase_and_its_weights_are_pruned() -> None:
     assert sparse.masks["weight"].tolist() == [[True, True, False, False]]
     assert pass_one(model, optimizer, (0, 0, 0, 0)) == [0, 0, 0, 0]
     assert cursor.is_over
-
-
-@pytest.mark.parametrize("stop", range(1, 10))
-@pytest.mark.parametrize("allocation", ["uniform", "global"])
-def test_the_state_of_the_rule_goes_with_the_cursors(allocation: str, stop: int) -> None:
-    def fresh() -> tuple[SparseModel, Cursor]:
-        model = small_net()
-        sparse = SparseModel(model, sparsity=0.75, allocation=allocation)
-        plan = admm(Partition.per_layer(model), sparsity=0.75, iterations=10, every=2, begin=0.2, until=0.9, rho=0.1)
-        return sparse, Cursor(sparse, plan)
-
-    sparse, cursor = fresh()
-    optimizer = cursor.attach(sgd(sparse.model.parameters()))
-    for iteration in range(10):
-        if iteration == stop:
-            states = frozen(*(x.state_dict() for x in (sparse.model, sparse, cursor, optimizer)))
-        train_step(sparse.model, optimizer, iteration)
-    resumed, cursor = fresh()
-    of_model, of_sparse, of_cursor, of_optimizer = thawed(states)
-    resumed.model.load_state_dict(of_model)
-    resumed.load_state_dict(of_sparse)
-    cursor.load_state_dict(of_cursor)
-    assert (resumed.rule is not None) is (2 <= stop < 9)
-    again = cursor.attach(sgd(resumed.model.parameters()))
-    again.load_state_dict(of_optimizer)
-    for iteration in range(stop, 10):
-        train_step(resumed.model, again, iteration)
-    check_same_bits(resumed.model.state_dict(), sparse.model.state_dict())
-    check_same_bits(resumed.masks, sparse.masks)
-    check_same_bits(again.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
@@ -204,32 +131,6 @@ def test_a_cursor_that_is_loaded_after_its_end_leaves_no_rule_behind() -> None:
 
 
 # Where it does not go
-
-
-def test_admm_with_compact_storage_is_refused_before_anything_is_done() -> None:
-    model = small_net()
-    sparse = SparseModel(model, sparsity=0.75, storage="compact")
-    whole = Partition.per_layer(model).whole
-    before = frozen(model.state_dict(), sparse.state_dict())
-    with pytest.raises(
-        GrowpruneError, match=r"^ADMM needs all weights dense: use storage='masked', not 'compact'"
-    ) as error:
-        Cursor(sparse, [Phase(prune(whole, to=0.75)), Phase(iterations=3, rule=Admm(whole, to=0.75))])
-    assert "\n" not in str(error.value)
-    assert frozen(model.state_dict(), sparse.state_dict()) == before
-
-
-@pytest.mark.parametrize("rho", [0, -1.0, math.nan, math.inf, True, "a"])
-def test_admm_refuses_a_rho_that_does_not_pull(rho: Any) -> None:
-    with pytest.raises(GrowpruneError, match=r"^rho must be a finite number > 0, got .*$"):
-        Admm(ALL, to=0.5, rho=rho)
-
-
-def test_admm_refuses_other_bad_options() -> None:
-    with pytest.raises(GrowpruneError, match=r"sparsity must be in .*, got 1.5"):
-        Admm(ALL, to=1.5)
-    with pytest.raises(GrowpruneError, match=r"every must be an integer >= 1, got 0"):
-        Admm(ALL, to=0.5, every=0)
 
 
 class Relative(torch.optim.SGD):
