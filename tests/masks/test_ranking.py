@@ -81,15 +81,6 @@ def test_places_for_ties_are_handed_on_from_chunk_to_chunk() -> None:
         assert chosen([[2, 2, 2, 2, 2, 2, 2]], 5, chunk=chunk) == [[True] * 5 + [False] * 2]
 
 
-def test_none_can_be_chosen() -> None:
-    for bits in (31, 63):
-        assert chosen([[3, 2**31 - 1], [1]], 0, bits=bits) == [[False, False], [False]]
-
-
-def test_all_can_be_chosen() -> None:
-    assert chosen([[3, 1], [], [2]], 3) == [[True, True], [], [True]]
-
-
 def test_a_key_of_zero_is_never_chosen() -> None:
     assert chosen([[0, 4, 0, 1]], 2) == [[False, True, False, True]]
 

@@ -98,25 +98,6 @@ def test_an_edit_that_failed_is_done_when_the_plan_is_followed_again() -> None:
     assert sparse.num_alive == 166
 
 
-def test_a_plan_is_not_gone_on_with_by_another() -> None:
-    model = mlp()
-    sparse, S = gp.SparseModel(model, sparsity=0.9, allocation="uniform"), gp.Partition.contiguous(model, 2)
-    cursor = Cursor(sparse, one_shot(S, sparsity=0.9, epochs=2, finetune=1))
-    walk = iter(cursor)
-    next(walk), next(walk)
-    state = sparse.state_dict()
-    for again in (sparse, gp.SparseModel(mlp(), sparsity=0.9, allocation="uniform")):
-        again.load_state_dict(state)
-        other = Cursor(again, one_shot(S, sparsity=0.9, epochs=1, finetune=1))
-        with pytest.raises(
-            ValueError, match="belongs to phase 1 of another plan: create the Cursor with that plan, or start"
-        ):
-            other.load_state_dict(cursor.state_dict())
-        same = Cursor(again, one_shot(S, sparsity=0.9, epochs=2, finetune=1))
-        same.load_state_dict(cursor.state_dict())
-        assert str(next(iter(same))) == "prune all to 0.9"
-
-
 def test_what_ranks_is_named_by_its_text_or_refused() -> None:
     random, magnitude = gp.SparseModel(mlp(), sparsity=0.9), pruned()
     random.prune(by="random")  # type: ignore[arg-type]
@@ -310,15 +291,6 @@ def test_many_matrices_that_stay_dense_are_one_warning() -> None:
 # What users hand over
 
 
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_names_may_be_an_iterator(storage: str) -> None:
-    sparse = gp.SparseModel(
-        Einsum(), sparsity=0.5, keep_dense=iter(["fc"]), include=(name for name in ["matrix"]), storage=storage
-    )
-    assert [weight.name for weight in sparse.weights] == ["matrix"]
-    assert (sparse.keep_dense, sparse.include) == (("fc",), ("matrix",))
-
-
 @pytest.mark.parametrize("argument", ["keep_dense", "include"])
 def test_names_are_texts(argument: str) -> None:
     for wrong in ([3], 3):
@@ -487,18 +459,6 @@ def test_what_is_frozen_stays_frozen(storage: str) -> None:
     for _ in range(2):
         step(model, optimizer)
     assert not model[0].weight.requires_grad and torch.equal(model[0].weight, before)
-
-
-def test_what_thaws_has_masked_gradients_from_the_next_step_on() -> None:
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    sparse = pruned(model)
-    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-    model[0].weight.requires_grad_(True)
-    for _ in range(2):
-        step(model, optimizer)
-    assert model[0].weight.grad is not None
-    assert int(model[0].weight.grad[~sparse.masks["0.weight"]].count_nonzero()) == 0
 
 
 # Compact storage

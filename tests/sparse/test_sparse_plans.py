@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from growprune.masks.bits import pack, unpack
 from growprune.masks.partition import Partition
 from growprune.masks.patterns import count_groups
-from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
-from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune, walk
+from growprune.methods import cyclic_gap, one_shot, parallel_gap
+from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune
 from growprune.sparse.model import SparseModel
 
 STEPS = 3
@@ -68,28 +68,13 @@ def save(*states: Any) -> bytes:
     return file.getvalue()
 
 
-def run(
-    sparse: SparseModel, plan: Plan, *, stop: tuple[int, int] | None = None, checkpoint: bytes | None = None
-) -> bytes | None:
-    """A user's own loop, with a fresh optimizer in each phase; it may stop in the middle, and go on from there."""
-    start, cursor = 0, ForkCursor(sparse, plan)
-    saved: Any = None
-    if checkpoint is not None:
-        model_state, saved, sparse_state, place, start = torch.load(io.BytesIO(checkpoint), weights_only=True)
-        sparse.model.load_state_dict(model_state)
-        sparse.load_state_dict(sparse_state)
-        cursor.load_state_dict(place)
+def run(sparse: SparseModel, plan: Plan) -> None:
+    """A user's own loop, with a fresh optimizer in each phase."""
+    cursor = ForkCursor(sparse, plan)
     for phase in cursor:
         optimizer = sparse.attach(sgd(sparse.model))
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-        for number in range(start, STEPS * phase.epochs):
-            if (cursor.position, number) == stop:
-                states = [thing.state_dict() for thing in (sparse.model, optimizer, sparse, cursor)]
-                return save(*states, number)
+        for number in range(STEPS * phase.epochs):
             train_step(sparse.model, optimizer, cursor.position, number)
-        start, saved = 0, None
-    return None
 
 
 def check_same(ours: nn.Module, theirs: nn.Module) -> None:
@@ -150,13 +135,6 @@ def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, gro
         assert sum(count_groups(sparse.pattern, sparse.masks[w.parameter], w) for w in sparse.weights) == groups
         for name, mask in sparse.masks.items():
             assert int(sparse.model.get_parameter(name)[~mask].count_nonzero()) == 0
-
-
-def test_a_list_of_steps_can_be_followed() -> None:
-    sparse = make()
-    whole = Partition.contiguous(sparse.model, 1).whole
-    assert len(list(ForkCursor(sparse, [Phase(prune(whole, to=0.5)), Phase(epochs=1)]))) == 2
-    assert sparse.num_alive == 126
 
 
 # Forks
@@ -278,35 +256,6 @@ def test_running_statistics_at_a_merge_by_hand() -> None:
 
 
 # Resuming
-
-
-def stops(plan: Plan) -> list[tuple[int, int]]:
-    """The first batch of every phase that trains, and one in its middle."""
-    return [(s.index, number) for s in walk(plan) if s.phase.epochs for number in (0, STEPS * s.phase.epochs // 2)]
-
-
-@pytest.mark.parametrize(
-    ("method", "allocation"),
-    [
-        (cyclic_gap, "uniform"),
-        (parallel_gap, "uniform"),  # whose branches prune what they return
-        (parallel_gap, "global"),  # whose parts are pruned together
-        (lambda S, **o: random_gap(S, kappa=3, **o), "global"),
-    ],
-)
-def test_a_users_loop_resumes_bit_for_bit_from_any_point(method: Any, allocation: str) -> None:
-    whole = make(allocation=allocation)
-    S = Partition.contiguous(whole.model, 3)
-    plan = method(S, sparsity=0.75, steps=3, epochs=1, finetune=2)
-    run(whole, plan)
-    for stop in stops(plan):
-        checkpoint = run(make(allocation=allocation), plan, stop=stop)
-        assert checkpoint is not None
-        resumed = make(seed=99, allocation=allocation)
-        run(resumed, plan, checkpoint=checkpoint)
-        check_same(resumed.model, whole.model)
-        assert all(torch.equal(mask, whole.masks[name]) for name, mask in resumed.masks.items())
-        assert resumed.num_alive == 63
 
 
 def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:

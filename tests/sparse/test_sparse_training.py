@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 
@@ -142,14 +141,6 @@ def test_what_grows_has_zero_weight_and_zero_state_and_then_learns(name: str) ->
     assert int((sparse.model.head.weight[~before["head.weight"]] != 0).sum()) > 0
 
 
-def test_an_optimizer_attached_after_pruning_is_masked_too() -> None:
-    sparse = make()
-    sparse.prune()
-    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
-    step(sparse.model, optimizer, next(batches()))
-    check_zero_off_masks(sparse, optimizer)
-
-
 def test_state_that_an_optimizer_held_before_is_masked_when_it_is_attached() -> None:
     sparse = make()
     optimizer = torch.optim.Adam(sparse.model.parameters())
@@ -184,25 +175,8 @@ def test_two_optimizers_can_share_a_model() -> None:
     check_zero_off_masks(sparse, second)
 
 
-def test_the_model_may_be_dropped_with_its_optimizer() -> None:
-    sparse = make()
-    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))  # and nobody keeps it
-    sparse.prune()
-    assert sparse.optimizers() == []
-
-
 def total_norm(model: nn.Module) -> Tensor:
     return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-
-
-def test_a_model_keeps_its_masks_when_the_handle_is_dropped() -> None:
-    sparse = make()
-    sparse.prune()
-    model = sparse.model
-    del sparse
-    gc.collect()
-    backward(model, next(batches()))
-    assert int(model.head.weight.grad.count_nonzero()) == 15
 
 
 def test_clipping_sees_only_the_gradients_of_the_living() -> None:
@@ -368,29 +342,6 @@ def test_a_parameter_put_in_place_of_another_is_masked_from_the_next_attach_on()
     check_zero_off_masks(sparse, optimizer)
 
 
-def test_a_frozen_weight_is_pruned_but_not_trained() -> None:
-    sparse = make()
-    sparse.model.conv.weight.requires_grad_(False)
-    sparse.prune()
-    before = sparse.model.conv.weight.clone()
-    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1, weight_decay=0.1))
-    step(sparse.model, optimizer, next(batches()))
-    assert torch.equal(sparse.model.conv.weight, before)
-    assert int(before.count_nonzero()) == 36
-    check_zero_off_masks(sparse, optimizer)
-
-
-def test_a_weight_that_thaws_is_masked_from_the_next_attach_on() -> None:
-    sparse = make()
-    sparse.model.conv.weight.requires_grad_(False)
-    sparse.prune()
-    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
-    sparse.model.conv.weight.requires_grad_(True)
-    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
-    step(sparse.model, optimizer, next(batches()))
-    check_zero_off_masks(sparse, optimizer)
-
-
 def test_a_weight_that_thaws_has_masked_gradients_at_once() -> None:
     sparse = make()
     sparse.prune()
@@ -415,14 +366,6 @@ def test_the_plain_state_loads_into_a_fresh_plain_model() -> None:
     fresh = Net()
     fresh.load_state_dict(sparse.model.state_dict(), strict=True)
     assert int(fresh.head.weight.count_nonzero()) == 15
-
-
-def test_dense_weights_written_into_the_model_are_masked_by_enforce() -> None:
-    sparse = make()
-    sparse.prune()
-    sparse.model.head.weight.data.fill_(1.0)
-    sparse.enforce()
-    assert int(sparse.model.head.weight.count_nonzero()) == 15
 
 
 @pytest.mark.gpu

@@ -103,13 +103,6 @@ def test_a_model_that_was_refused_with_a_method_can_be_given_with_another(method
 # States
 
 
-@pytest.mark.parametrize("given", [None, 3, [1]])
-def test_what_is_no_state_is_refused(given: Any) -> None:
-    sparsifier, _ = begun(small_net())
-    with pytest.raises(gp.GrowpruneError, match=r"a state dict, got a (NoneType|int|list)"):
-        sparsifier.load_state_dict(given)
-
-
 def test_a_state_of_a_model_with_other_shapes_is_refused_before_anything_is_changed() -> None:
     first, optimizer = begun(small_net())
     train_step(first.model, optimizer, 0)
