@@ -194,7 +194,7 @@ def test_a_checkpoint_without_our_state_is_refused(is_weights_only: bool, tmp_pa
 def test_the_best_checkpoint_is_at_the_target_sparsity(tmp_path: Path) -> None:
     best = ModelCheckpoint(tmp_path, "best", monitor="val_loss", save_top_k=1)
     latest = ModelCheckpoint(tmp_path, "latest")
-    callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2, until=0.8)
+    callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2, until=0.8, grow_until=1.0)
 
     class Rising(Module):
         """Its first, half-dense models are the best."""
@@ -493,7 +493,7 @@ def test_a_training_that_ends_before_its_plan_is_told(tmp_path: Path) -> None:
             self.trainer.should_stop = True
 
     with pytest.warns(UserWarning, match="the training ended at step 6 of 18 of the plan, at sparsity 0.15 "):
-        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2), Stopping())
+        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, grow_until=1.0), Stopping())
 
 
 def test_steps_that_do_not_match_are_refused_with_both_numbers(tmp_path: Path) -> None:

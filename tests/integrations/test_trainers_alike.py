@@ -70,7 +70,7 @@ def test_lightning_logs_the_same_figures_after_a_resume(method: str, options: di
 # Early stopping: 10 epochs, a loss that rises with every epoch, and a patience of 2
 
 STOPPED: dict[str, tuple[dict[str, Any], int]] = {
-    "gradual_gap": ({"until": 0.5}, 7),  # at the target from the end of epoch 5, then two worse ones
+    "gradual_gap": ({"until": 0.5, "grow_until": 1.0}, 7),  # at the target from the end of epoch 5, then two worse ones
     "acdc": ({}, 5),  # at the target at the end of epochs 1, 3 and 5, dense between them
     "rigl": ({}, 3),  # always at the target
 }

@@ -209,7 +209,7 @@ def test_a_loss_that_a_trainer_logs_by_itself_does_not_bring_the_best_masks_back
 
 def test_figures_are_logged_before_other_callbacks_look(tmp_path: Path) -> None:
     noting = Noting()
-    callback = GrowPruneCallback("gradual_gap", sparsity=0.75, every=2, log_layers=True)
+    callback = GrowPruneCallback("gradual_gap", sparsity=0.75, every=2, grow_until=1.0, log_layers=True)
     logging = {"logging_strategy": "steps", "logging_steps": 1}
     trainer = make_trainer(tmp_path, make_model("vit"), make_data("vit"), noting, callback, **logging)
     trainer.train()

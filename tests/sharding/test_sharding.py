@@ -128,7 +128,7 @@ def plan_of(sparse: gp.SparseModel, method: str, sparsity: float = 0.8) -> Any:
         layers = Partition.per_layer(sparse.model, keep_dense=keep_dense)
         return methods.rigl(layers, sparsity=sparsity, iterations=6, every=2)
     if method == "gradual_gap":
-        return methods.gradual_gap(parts, sparsity=sparsity, iterations=6, every=2)
+        return methods.gradual_gap(parts, sparsity=sparsity, iterations=6, every=2, grow_until=1.0)
     if method == "parallel_gap":
         return methods.parallel_gap(parts, sparsity=sparsity, steps=1, epochs=1, finetune=1)
     return methods.cyclic_gap(parts, sparsity=sparsity, steps=2, epochs=1, finetune=1)

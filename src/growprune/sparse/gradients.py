@@ -76,12 +76,13 @@ class Gradients:
         if before is None or self._passes.get(name) == current_backward():
             return
         own = parameter.parameter.grad
-        if own is None:
-            del self._sums[name]
-        elif self.shares is not None:  # each process has other values of both
-            if not bool(before.isfinite().all()):
-                del self._sums[name]
-        elif not bool(own.any()) and bool(((before != 0) & (parameter.mask() | ~before.isfinite())).any()):
+        if self.shares is not None:  # each process has other values of both, and FSDP2 may hold unsent gradients
+            is_over = parameter.is_first_gradient or not bool(before.isfinite().all())
+        elif own is None:
+            is_over = True
+        else:
+            is_over = not bool(own.any()) and bool(((before != 0) & (parameter.mask() | ~before.isfinite())).any())
+        if is_over:
             del self._sums[name]
 
     def _add(self, name: str, gradient: Tensor) -> None:
