@@ -109,8 +109,8 @@ def _read_folder(data: str, num_classes: int) -> Source:
     paths, labels, is_test = [], [], []
     for split in (train, test):
         for label, name in enumerate(classes):
-            files = [file.name for file in (split / name).iterdir()] if (split / name).is_dir() else []  # in val
-            found = [f"{split.name}/{name}/{file}" for file in sorted(files) if file.lower().endswith(SUFFIXES)]
+            files = sorted(file.name for file in (split / name).glob("*"))  # val may lack classes
+            found = [f"{split.name}/{name}/{file}" for file in files if file.lower().endswith(SUFFIXES)]
             paths += found
             labels += [label] * len(found)
             is_test += [split is test] * len(found)
