@@ -37,14 +37,13 @@ class Row:
     has_same_tokens: bool
 
 
-def llama() -> nn.Module:
+def llama(width: int, layers: int) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 8000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+    sizes = {"vocab_size": 8000, "hidden_size": width, "intermediate_size": 2048, "num_hidden_layers": layers}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=12, eos_token_id=None, pad_token_id=0)).eval()
 
 
-def measured(sparsity: float, rounds: int, seconds: float) -> Row:
-    model = llama()
+def measured(model: nn.Module, sparsity: float, rounds: int, seconds: float) -> Row:
     sparse = gp.SparseModel(model, sparsity=sparsity, allocation="uniform")
     sparse.prune(by=gp.By.RANDOM)
     model = sparse.to_dense_()
@@ -70,6 +69,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=30.0, help="for timing layers")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -77,7 +77,8 @@ def main() -> None:
     rows = []
     print("| sparsity | deployed | float32 | bfloat16 | against the faster | sparse layers | same tokens |")
     for sparsity in (0.5, 0.7, 0.9):
-        row = measured(sparsity, arguments.rounds, arguments.seconds)
+        model = llama(96, 1) if arguments.small else llama(768, 12)
+        row = measured(model, sparsity, arguments.rounds, arguments.seconds)
         rows.append(row)
         ratio = min(row.float32_ms, row.bfloat16_ms) / row.deployed_ms
         times = f"{row.deployed_ms:.1f} | {row.float32_ms:.1f} | {row.bfloat16_ms:.1f} | {ratio:.2f}x"

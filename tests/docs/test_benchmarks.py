@@ -26,6 +26,7 @@ SMALLEST = {
     "fan_in": ["--small", "--threads", "1", "--seconds", "0", "--rounds", "1"],
     "file_sizes": ["--width", "4"],
     "fuzz_files": ["--cases", "60"],
+    "generate": ["--small", "--threads", "1", "--rounds", "1", "--seconds", "0"],
     "inference layers": ["layers", "--shapes", "16x24x3", "--rounds", "1"],
     "inference_networks": [
         *("--small", "--rounds", "1", "--seconds", "0", "--threads", "1"),
@@ -47,6 +48,7 @@ SMALLEST = {
     "selection threshold": ["--one", "growprune, threshold", "--millions", "0.1"],
     "selection prune": ["--one", "growprune, prune()", "--millions", "1"],
     "selection torch": ["--one", "torch global_unstructured", "--millions", "0.1"],
+    "sparse_onnx": ["--only", "digits CNN"],
     "trace_files": ["--files", "--only", "SparseModel,deploy"],
     "transformers_trainer": ["--text", __file__, "--small", "--batches", "1", "--steps", "22", "--storage", "compact"],
 }

@@ -434,11 +434,6 @@ class SparseModel:
         self.resume(state)
         self.enforce()
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Load what a state has besides masks."""
-        self.editor.num_edits = state["num_edits"]
-        self.gradients.load_state_dict(state["gradients"])
-
     def adopt_zeros(self, state: Mapping[str, Tensor] | None = None) -> None:
         """Take the zeros of weights as the masks: those of a `state_dict`, which is loaded, or of the present weights.
 
@@ -501,6 +496,11 @@ class SparseModel:
         return summarise(self, example)
 
     # For the other packages of growprune. They call these methods, and write to none of the attributes.
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Load what a state has besides masks."""
+        self.editor.num_edits = state["num_edits"]
+        self.gradients.load_state_dict(state["gradients"])
 
     def notice_shards(self) -> None:
         """Find out what FSDP2 has sharded since the last call. All ranks of a sharded model must call this together."""
