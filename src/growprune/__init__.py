@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
     from growprune.errors import GrowpruneError
     from growprune.files.onnx_export import export_onnx
+    from growprune.files.onnx_import import from_onnx
     from growprune.files.pretrained import from_pretrained, save_pretrained
     from growprune.files.sharded_checkpoints import (
         load_sharded_checkpoint,
@@ -44,6 +45,7 @@ _HOMES = {
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.recipe": ("LRSchedule", "OptimizerConfig", "Recipe"),
     "growprune.files.onnx_export": ("export_onnx",),
+    "growprune.files.onnx_import": ("from_onnx",),
     "growprune.files.sparse_file": ("load", "manifest", "read", "save"),
     "growprune.sparse.flops": ("count_flops",),
     "growprune.sparse.init": ("sparse_init",),
@@ -85,6 +87,7 @@ __all__ = [
     "count_flops",
     "deploy",
     "export_onnx",
+    "from_onnx",
     "from_pretrained",
     "grow",
     "load",

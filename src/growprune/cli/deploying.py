@@ -33,7 +33,9 @@ Seconds = Annotated[float, typer.Option(min=0, help="Time limit for timing layer
 
 @one_line_errors
 def deploy(
-    path: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Folder of a finished run, or a sparse file.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN|FILE", help="Folder of a finished run, a sparse file or an ONNX file.")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
     model: ModelSource = "",
     example_shape: ExampleShape = "",
@@ -55,8 +57,11 @@ def deploy(
     where = checked_device(device)
     origin = origin_of(path, model, example_shape, trust=trust)
     built, example = build(origin)
-    options: Any = {"whole": False if by_layer else None, "device": where}
-    deployed = deploy_model(weights_file(path), example, into=built, seconds=seconds, **options)
+    options: Any = {"whole": False if by_layer else None, "device": where, "seconds": seconds}
+    if "onnx" in origin:
+        deployed = deploy_model(path, example, **options)
+    else:
+        deployed = deploy_model(weights_file(path), example, into=built, **options)
     deployed.save(out, origin=origin)
     if as_json:
         print_json(deployed.table.to_dict())
@@ -83,7 +88,11 @@ def origin_of(path: Path, model: str, example_shape: str, *, trust: bool = False
         run = {name: origin.get(name) for name in ("source", "settings")}
         return {"run": run, "example_shape": example_shape}
     if not path.is_file():
-        raise GrowpruneError(f"{path} does not exist. Give a run folder or a sparse file")
+        raise GrowpruneError(f"{path} does not exist. Give a run folder, a sparse file or an ONNX file")
+    if path.suffix == ".onnx":
+        if model:
+            raise GrowpruneError(f"an ONNX file has the code of its model; got --model {model}. Leave --model out")
+        return {"onnx": str(path.resolve()), "example_shape": example_shape}
     if not model:
         raise GrowpruneError(
             f"{path} is a file and has no model code. Add --model FILE.py:FUNCTION, which builds the model, and "
@@ -98,6 +107,11 @@ def build(origin: dict[str, Any]) -> tuple[nn.Module, Any]:
     from growprune.recipes import find
 
     shape = origin["example_shape"]
+    if "onnx" in origin:
+        from growprune.files.onnx_import import from_onnx
+
+        read = from_onnx(origin["onnx"])
+        return read, example_of(shape) if shape else read.example
     if "run" in origin:
         task = override(find(origin["run"]["source"]), origin["run"].get("settings") or {}).task
         model, example = task.build_model(), None if shape else task.example()

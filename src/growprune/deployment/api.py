@@ -31,6 +31,7 @@ from growprune.deployment.parts import Part, deploy_parts
 from growprune.deployment.skeleton import Skeleton, blank_copy, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
+from growprune.files.onnx_import import check_like_onnxruntime, from_onnx
 from growprune.files.writer import check_finished
 from growprune.sparse.model import SparseModel
 
@@ -47,7 +48,7 @@ STATEFUL = (
 @torch.inference_mode(False)
 def deploy(
     model: nn.Module | SparseModel | str | os.PathLike[str],
-    example: Any,
+    example: Any = None,
     *,
     into: nn.Module | None = None,
     device: str | torch.device = "cpu",
@@ -60,9 +61,11 @@ def deploy(
     stay in torch. So does a model that keeps a state from call to call, with a warning.
 
     Args:
-        model: a SparseModel, a module whose pruned weights are zero, or the path of a sparse file.
+        model: a SparseModel, a module whose pruned weights are zero, or the path of a sparse file or of an ONNX file
+            with zeros. What an ONNX file computes is compared with onnxruntime, if that is installed.
         example: an input, a tuple of positional arguments or a dict of keyword arguments. The model is prepared for its
-            shape; other shapes are prepared when they first come.
+            shape; other shapes are prepared when they first come. An ONNX file says the shapes of its inputs, so it
+            needs none; sizes that it leaves open are 1 then.
         into: for a file, the model that was saved. Only its code is used; it is not changed.
         device: "cpu" or "cuda". On a GPU single linear layers are swapped, for the number of samples (tokens) that the
             example brings them, in the model's own dtype: give the input of a decode step. See `graphed` in
@@ -81,7 +84,15 @@ def deploy(
         >>> torch.allclose(fast(x), sparse.model(x), atol=1e-6)
         True
     """
-    where, given = checked_device(device), Example.of(example).outside_inference_mode()
+    where, onnx_file = checked_device(device), None
+    if isinstance(model, (str, os.PathLike)) and os.fspath(model).endswith(".onnx"):
+        onnx_file, model = os.fspath(model), from_onnx(model)
+        if all(bool(p.all()) for p in model.layers.parameters() if p.dim() > 1):
+            raise GrowpruneError(f"{onnx_file} has no weights that are zero: give a pruned model")
+        example = model.example if example is None else example
+    if example is None:
+        raise GrowpruneError("deploy needs an example: an input of the model, such as torch.randn(1, 3, 224, 224)")
+    given = Example.of(example).outside_inference_mode()
     if isinstance(model, (nn.Module, SparseModel)):
         found = model
     elif not isinstance(model, (str, os.PathLike)):
@@ -102,7 +113,10 @@ def deploy(
             f"device is 'cpu', but the model is on {elsewhere[0]}: call model.cpu() first, or give device='cuda'"
         )
     whole = not callable(getattr(module_of(found), "generate", None)) if whole is None else whole
-    return _deploy_on_cpu(found, given, seconds=seconds, whole=whole, known=())
+    deployed = _deploy_on_cpu(found, given, seconds=seconds, whole=whole, known=())
+    if onnx_file is not None and not given.kwargs:
+        check_like_onnxruntime(onnx_file, deployed, given.args)
+    return deployed
 
 
 def checked_device(device: str | torch.device) -> torch.device:
