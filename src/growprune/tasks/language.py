@@ -65,8 +65,7 @@ class Language(Task):
             raise GrowpruneError(f"d_model must be a multiple of heads={self.heads}, got {self.d_model}")
 
     def build_model(self) -> nn.Module:
-        sizes = (self.context, self.d_model, self.ffn, self.heads, self.layers)
-        return GPT(Shape(self.vocab_size, *sizes, self.dropout))
+        return GPT(self)
 
     def narrower(self) -> Sequence[Task]:
         """The task with smaller `d_model`, a multiple of the same number of heads. `ffn` keeps its ratio."""
@@ -191,19 +190,6 @@ def on_device(data: str, split: str, device: torch.device, vocab_size: int = BYT
     return load(data, vocab_size)[0][split].to(device)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes and the dropout rate of a GPT."""
-
-    vocab_size: int
-    context: int
-    d_model: int
-    ffn: int
-    heads: int
-    layers: int
-    dropout: float = 0.0
-
-
 class GPT(nn.Module):
     """A small GPT (Radford et al., 2019): pre-norm, learned positions, one matrix for the embedding and the output.
 
@@ -213,13 +199,13 @@ class GPT(nn.Module):
     Shapes: B pieces of T tokens, C channels in H heads of D, V the vocabulary.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Language) -> None:
         super().__init__()
-        self.embedding = Embedding(shape.vocab_size, shape.d_model)
-        self.positions = Embedding(shape.context, shape.d_model)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.embedding = Embedding(task.vocab_size, task.d_model)
+        self.positions = Embedding(task.context, task.d_model)
+        self.layers = nn.ModuleList(Layer(task) for _ in range(task.layers))
+        self.norm = nn.LayerNorm(task.d_model)
+        self.dropout = nn.Dropout(task.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, T, V) of the token after each of the tokens (B, T)."""
@@ -233,14 +219,14 @@ class GPT(nn.Module):
 class Layer(nn.Module):
     """Self-attention and feed-forward, each with a norm before it and a residual connection."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Language) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(shape.d_model)
-        self.attention = Attention(shape)
-        self.ffn_norm = nn.LayerNorm(shape.d_model)
-        self.fc1 = Linear(shape.d_model, shape.ffn)
-        self.fc2 = Linear(shape.ffn, shape.d_model, std=last_std(shape))
-        self.dropout = nn.Dropout(shape.dropout)
+        self.attention_norm = nn.LayerNorm(task.d_model)
+        self.attention = Attention(task)
+        self.ffn_norm = nn.LayerNorm(task.d_model)
+        self.fc1 = Linear(task.d_model, task.ffn)
+        self.fc2 = Linear(task.ffn, task.d_model, std=last_std(task))
+        self.dropout = nn.Dropout(task.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -250,11 +236,11 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head attention."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Language) -> None:
         super().__init__()
-        self.heads, self.attention_dropout = shape.heads, shape.dropout
-        self.q, self.k, self.v = (Linear(shape.d_model, shape.d_model) for _ in range(3))
-        self.out = Linear(shape.d_model, shape.d_model, std=last_std(shape))
+        self.heads, self.attention_dropout = task.heads, task.dropout
+        self.q, self.k, self.v = (Linear(task.d_model, task.d_model) for _ in range(3))
+        self.out = Linear(task.d_model, task.d_model, std=last_std(task))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
@@ -286,6 +272,6 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
-def last_std(shape: Shape) -> float:
+def last_std(task: Language) -> float:
     """The standard deviation for the last layer of a residual branch, which shrinks with the number of layers."""
-    return float(STD * (2 * shape.layers) ** -0.5)
+    return float(STD * (2 * task.layers) ** -0.5)

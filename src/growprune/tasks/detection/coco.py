@@ -46,16 +46,6 @@ class Scene:
     crowds: npt.NDArray[np.bool_]
     """True for a region of many objects, which is ignored in training and in evaluation."""
 
-    @property
-    def columns(self) -> tuple[npt.NDArray[Any], ...]:
-        """The boxes, labels, areas and crowds."""
-        return self.boxes, self.labels, self.areas, self.crowds
-
-    @property
-    def name(self) -> str:
-        """Name of the image in messages."""
-        return f"{self.path.name} (id {self.image_id})"
-
 
 @functools.cache
 def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple[Scene, ...]]:
@@ -192,21 +182,6 @@ def _row(record: Any, image: dict[str, Any], labels: dict[int, int]) -> tuple[fl
     return (*box, labels[category], area if _is_number(area) else width * height, crowd)
 
 
-def targets(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
-    """Return the objects of scenes without crowds: corners as fractions of the image (N, M, 4), and labels (N, M)."""
-    wanted = [~scene.crowds for scene in scenes]
-    most = max(1, max((int(want.sum()) for want in wanted), default=0))
-    boxes, labels = torch.zeros(len(scenes), most, 4), torch.zeros(len(scenes), most, dtype=torch.int64)
-    for index, (scene, want) in enumerate(zip(scenes, wanted, strict=True)):
-        x, y, width, height = scene.boxes[want].T
-        shares = np.stack(
-            (x / scene.width, y / scene.height, (x + width) / scene.width, (y + height) / scene.height), 1
-        )
-        boxes[index, : len(x)] = torch.from_numpy(shares.clip(0, 1))
-        labels[index, : len(x)] = torch.from_numpy(scene.labels[want])
-    return boxes, labels
-
-
 def _whole(record: Any, field: str) -> int:
     value = record.get(field) if isinstance(record, dict) else None
     if not isinstance(value, int) or isinstance(value, bool):
@@ -241,7 +216,9 @@ def coco_numbers(
     truth = [
         {"image_id": scene.image_id, "bbox": box, "category_id": label, "area": area, "iscrowd": int(crowd)}
         for scene in scenes
-        for box, label, area, crowd in zip(*(c.tolist() for c in scene.columns), strict=True)
+        for box, label, area, crowd in zip(
+            *(column.tolist() for column in (scene.boxes, scene.labels, scene.areas, scene.crowds)), strict=True
+        )
     ]
     claims = [
         {"image_id": scene.image_id, "bbox": box, "score": score, "category_id": int(label), "area": box[2] * box[3]}
@@ -303,7 +280,18 @@ class Album:
 
     @functools.cached_property
     def targets(self) -> tuple[Tensor, Tensor]:
-        return targets(self.scenes)
+        """The objects of the scenes without crowds: corners as fractions of the image (N, M, 4), and labels (N, M)."""
+        wanted = [~scene.crowds for scene in self.scenes]
+        most = max(1, max((int(want.sum()) for want in wanted), default=0))
+        boxes, labels = torch.zeros(len(self.scenes), most, 4), torch.zeros(len(self.scenes), most, dtype=torch.int64)
+        for index, (scene, want) in enumerate(zip(self.scenes, wanted, strict=True)):
+            x, y, width, height = scene.boxes[want].T
+            shares = np.stack(
+                (x / scene.width, y / scene.height, (x + width) / scene.width, (y + height) / scene.height), 1
+            )
+            boxes[index, : len(x)] = torch.from_numpy(shares.clip(0, 1))
+            labels[index, : len(x)] = torch.from_numpy(scene.labels[want])
+        return boxes, labels
 
     def pictures(
         self, batches: Sequence[Array], device: torch.device, used: Callable[[int], Array] | None = None
@@ -317,7 +305,8 @@ class Album:
         return decode(self.scenes[index])
 
     def _report(self, index: int, why: str) -> None:
-        self._bad.skip(self.scenes[index].name, why)
+        scene = self.scenes[index]
+        self._bad.skip(f"{scene.path.name} (id {scene.image_id})", why)
 
 
 @functools.cache

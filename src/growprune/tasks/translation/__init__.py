@@ -24,7 +24,7 @@ from growprune.tasks.translation.text import (
     load_split,
     load_training,
 )
-from growprune.tasks.translation.transformer import EOS, PAD, Shape, Transformer, beam_search
+from growprune.tasks.translation.transformer import EOS, PAD, Transformer, beam_search
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ class Translation(Task):
             raise GrowpruneError(f"source and target must be different languages, got {self.source!r} for both")
 
     def build_model(self) -> nn.Module:
-        rates = (self.dropout, self.attention_dropout, self.relu_dropout)
-        sizes = (self.d_model, self.ffn, self.heads, self.encoder_layers, self.decoder_layers)
-        return Transformer(Shape(self.vocab_size, *sizes, *rates))
+        return Transformer(self)
 
     def narrower(self) -> Sequence[Task]:
         """The task with smaller `d_model`, an even multiple of the same number of heads. `ffn` keeps its ratio."""
