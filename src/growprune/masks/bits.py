@@ -150,26 +150,19 @@ def to_gaps(bits: Tensor, num_live: int, *, least_bytes: int = 0) -> Tensor | No
     if not 0 < num_live <= bits.numel() // 2:
         return None
     live = np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))  # bools are searched faster
-    distances = np.diff(live, prepend=-1)
-    sizes = {dtype: _num_gaps(distances, dtype) * dtype.itemsize for dtype in GAP_DTYPES}
-    dtype = min(sizes, key=sizes.__getitem__)
-    return _write_gaps(distances, dtype) if least_bytes <= sizes[dtype] <= bits.numel() // 2 else None
+    zeros = np.diff(live, prepend=-1) - 1  # before each
+    numbers = {dtype: zeros.size + int((zeros // _longest(dtype)).sum()) for dtype in GAP_DTYPES}
+    dtype = min(numbers, key=lambda dtype: numbers[dtype] * dtype.itemsize)
+    if not least_bytes <= numbers[dtype] * dtype.itemsize <= bits.numel() // 2:
+        return None
+    skips, gaps = np.divmod(zeros, _longest(dtype))
+    found = np.full(numbers[dtype], _longest(dtype), f"<u{dtype.itemsize}")
+    found[np.arange(skips.size) + skips.cumsum()] = gaps
+    return torch.from_numpy(found)
 
 
 def _longest(dtype: torch.dtype) -> int:
     return (1 << 8 * dtype.itemsize) - 1
-
-
-def _num_gaps(distances: np.ndarray, dtype: torch.dtype) -> int:
-    return int(distances.size + ((distances - 1) // _longest(dtype)).sum())
-
-
-def _write_gaps(distances: np.ndarray, dtype: torch.dtype) -> Tensor:
-    longest = _longest(dtype)
-    skips, gaps = np.divmod(distances - 1, longest)
-    found = np.full(_num_gaps(distances, dtype), longest, f"<u{dtype.itemsize}")
-    found[np.arange(skips.size) + skips.cumsum()] = gaps
-    return torch.from_numpy(found)
 
 
 def from_gaps(gaps: Tensor, count: int) -> Tensor:

@@ -167,7 +167,6 @@ def _checked_handles(model: nn.Module, storage: str) -> dict[str, Handle]:
 
 
 def _check_storage(storage: str) -> None:
-    """Raise if this storage cannot be sharded."""
     if storage != "compact":
         raise GrowpruneError(
             "a model with storage='masked' cannot be sharded, because each rank would hold and send dense weights: "

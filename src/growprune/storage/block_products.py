@@ -71,9 +71,6 @@ class LiveBlocks:
     def to(self, device: torch.device) -> LiveBlocks:
         return LiveBlocks(self.table.to(device), self.sizes)
 
-    def clone(self) -> LiveBlocks:
-        return LiveBlocks(self.table.clone(), self.sizes)
-
 
 def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] | None:
     """Return the height and width of a weight's blocks if there are products for them, else None."""
@@ -118,7 +115,6 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def check_environment() -> None:
-    """Raise if the environment variable has an unknown value."""
     if WAY not in WAYS:
         raise GrowpruneError(f"{VARIABLE} must be one of {', '.join(WAYS)}, got {WAY!r}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
-from growprune.tasks.bad_records import find
+from growprune.tasks.bad_records import find, read_arrays
 from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 LAYOUT = "a text file with one byte per character, or a .npz of tokens"
@@ -153,14 +152,11 @@ def load(data: str, vocab_size: int = BYTES) -> tuple[dict[str, Tensor], Tensor]
 
 def _read_tokens(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     """Read a `.npz`. Raise if it lacks an array, or has tokens outside of its vocabulary."""
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            tokens, num_bytes = arrays["tokens"], arrays["num_bytes"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise GrowpruneError(f"{path} must have the arrays tokens and num_bytes: {error}") from error
-    for name, array in (("tokens", tokens), ("num_bytes", num_bytes)):
+    arrays = read_arrays(path, ("tokens", "num_bytes"))
+    for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             raise GrowpruneError(f"{name} in {path} must be a list of integers, got {array.dtype} {array.shape}")
+    tokens, num_bytes = arrays.values()
     if tokens.min() < 0 or tokens.max() >= len(num_bytes):
         raise GrowpruneError(
             f"tokens in {path} must be in [0, {len(num_bytes)}), the length of num_bytes, got {tokens.min()} to "

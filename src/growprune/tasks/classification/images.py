@@ -17,7 +17,7 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import check_split
-from growprune.tasks.classification.sources import Source, bad_images, load, splits
+from growprune.tasks.classification.sources import Source, load, report_bad, splits
 from growprune.tasks.images import BILINEAR, Array, HeldImages, UnreadableImage, opened, to_rgb
 
 PADDING = 4
@@ -155,12 +155,6 @@ class Decoder:
             return np.array(to_rgb(image).resize(self.size, BILINEAR, box=box))
 
 
-def report_bad(source: Source, data: str, num_classes: int) -> Callable[[int, str], None]:
-    """Return a function that counts images that cannot be read, for training and for test apart."""
-    bad = bad_images(data, num_classes)
-    return lambda index, why: bad[bool(source.is_test[index])].skip(source.name(index), why)
-
-
 @functools.cache
 def held(data: str, num_classes: int, workers: int) -> HeldImages:
     """Decode all images, which must have the size of the first that can be opened, once per process."""
@@ -174,8 +168,7 @@ def held(data: str, num_classes: int, workers: int) -> HeldImages:
             continue  # decoding will report it
     else:
         raise GrowpruneError(f"{data}: none of the {len(source.labels)} images can be read. Check the files")
-    report = report_bad(source, data, num_classes)
-    decoder = Decoder(source, size, None)
+    report, decoder = report_bad(data, num_classes), Decoder(source, size, None)
     return HeldImages(decoder, len(source.labels), report, workers=workers, size=(height, width))
 
 

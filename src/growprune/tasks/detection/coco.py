@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, need
-from growprune.tasks.bad_records import BadRecords, check_split, find
+from growprune.tasks.bad_records import BadRecords, check_split, cut_validation, find
 from growprune.tasks.images import BILINEAR, Array, HeldImages, Pictures, UnreadableImage, opened, read, to_rgb
 
 LAYOUT = (
@@ -82,15 +82,9 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
             raise GrowpruneError(f"{source} has no boxes of single objects in the {name} split. Add annotations")
     if "test" in splits:
         return {"train": splits["train"], "validation": splits["val"], "test": splits["test"]}
-    scenes = splits["train"]
-    if not 0 < num_validation < len(scenes) - 1:
-        raise GrowpruneError(
-            f"task.num_validation must leave at least 1 image for validation and 2 for training, got {num_validation} "
-            f"of the {len(scenes)} training images. {data} has no labelled test split"
-        )
-    drawn = set(np.random.default_rng(0).permutation(len(scenes))[:num_validation].tolist())
-    train = tuple(scene for index, scene in enumerate(scenes) if index not in drawn)
-    return {"train": train, "validation": tuple(scenes[index] for index in sorted(drawn)), "test": splits["val"]}
+    cut = cut_validation(len(splits["train"]), num_validation, f"{data}, which has no labelled test split")
+    train, validation = (tuple(splits["train"][index] for index in indices) for indices in cut)
+    return {"train": train, "validation": validation, "test": splits["val"]}
 
 
 def read_annotations(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]:
@@ -235,7 +229,6 @@ def coco_numbers(
 
 
 def cocoeval() -> Any:
-    """Import COCOeval of pycocotools."""
     return need("pycocotools.cocoeval", "detection", "scoring detections needs pycocotools").COCOeval
 
 
@@ -285,12 +278,10 @@ class Album:
         most = max(1, max((int(want.sum()) for want in wanted), default=0))
         boxes, labels = torch.zeros(len(self.scenes), most, 4), torch.zeros(len(self.scenes), most, dtype=torch.int64)
         for index, (scene, want) in enumerate(zip(self.scenes, wanted, strict=True)):
-            x, y, width, height = scene.boxes[want].T
-            shares = np.stack(
-                (x / scene.width, y / scene.height, (x + width) / scene.width, (y + height) / scene.height), 1
-            )
-            boxes[index, : len(x)] = torch.from_numpy(shares.clip(0, 1))
-            labels[index, : len(x)] = torch.from_numpy(scene.labels[want])
+            start, size = np.split(scene.boxes[want], 2, axis=1)
+            corners = np.hstack((start, start + size)) / (scene.width, scene.height, scene.width, scene.height)
+            boxes[index, : len(size)] = torch.from_numpy(corners.clip(0, 1))
+            labels[index, : len(size)] = torch.from_numpy(scene.labels[want])
         return boxes, labels
 
     def pictures(
@@ -311,7 +302,6 @@ class Album:
 
 @functools.cache
 def album(data: str, split: str, *, num_classes: int, num_validation: int, workers: int) -> Album:
-    """Return the album of a split."""
     return Album(data, split, load(data, num_classes=num_classes, num_validation=num_validation)[split], workers)
 
 
