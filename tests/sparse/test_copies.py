@@ -122,7 +122,7 @@ def test_pickling_a_compact_model_says_what_to_do(name: str) -> None:
     sparse, _ = made(name, "compact")
     for write in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(
-            GrowpruneError, match=r"compact storage, which cannot be pickled: call sparse\.to_dense_\(\)"
+            GrowpruneError, match=r"compact storage, which cannot be pickled or scripted: call sparse\.to_dense_\(\)"
         ):
             write(sparse.model)
 

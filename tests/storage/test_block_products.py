@@ -354,11 +354,11 @@ def test_torch_compile_makes_one_graph_over_live_blocks() -> None:
 def test_operators_are_what_their_fakes_say(product: str) -> None:
     found, x, dy, values, _ = operands(random_alive(3, 4), 32, 64, 5, torch.float32)
     bits = kernels.pack(mask_of(random_alive(3, 4), 32, 64).flatten())
-    layout = (found.table, bits, kernels.block_offsets(bits)[0], found.sizes, 1)
+    layout = (found.table, found.sizes, bits, kernels.block_offsets(bits)[0], 1)
     arguments = {
         "output": (x, values, None, *layout),
         "input": (dy, values, *layout),
-        "values": (dy, x, *layout, torch.float64),
+        "values": (dy, x, torch.float64, *layout),
     }[product]
     operator = getattr(torch.ops.growprune, f"block_{product}")
     torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))

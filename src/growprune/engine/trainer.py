@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
@@ -25,7 +26,7 @@ from growprune.masks.ranking import salt_of
 from growprune.plan import ScheduledPhase
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import seed_all
-from growprune.tasks.task import leaves_of, map_tensors, num_examples
+from growprune.tasks.task import map_tensors, num_examples
 
 
 class Batches:
@@ -46,7 +47,7 @@ class Batches:
             first = self._prepared[1]
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
-                for leaf in leaves_of(first):
+                for leaf in tree_leaves(first):
                     if isinstance(leaf, Tensor) and leaf.is_cuda:  # tell the allocator that this stream uses it too
                         leaf.record_stream(torch.cuda.current_stream())
         else:

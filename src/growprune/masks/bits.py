@@ -6,7 +6,7 @@ The format of files is specified in docs/file-format.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -92,8 +92,7 @@ def encode_mask(
         value_bytes: the bytes of its values in the file.
     """
     bits = pack_mask(mask, weights, pattern, name)
-    alive = int(torch.count_nonzero(mask))
-    num_live = alive - num_outside(mask.shape, weights)
+    num_live = int(torch.count_nonzero(mask)) - num_outside(mask.shape, weights)
     least = -(-mask.numel() * itemsize // MAX_EXPANSION) - value_bytes
     return bits, to_gaps(bits, num_live, least_bytes=least) if pattern.bit_pattern.is_single else None
 
@@ -130,7 +129,8 @@ def unpack_mask(packed: Tensor, shape: tuple[int, ...], weights: Sequence[Weight
     mask = torch.ones(shape, dtype=torch.bool)
     for weight in weights:
         view, size = weight.of(mask), bits_of.num_groups(weight)
-        write_groups(bits_of, view, weight, _cut_like(walk_groups(bits_of, view, weight), bits[:size]))
+        sizes = [len(groups) for groups in walk_groups(bits_of, view, weight)]
+        write_groups(bits_of, view, weight, iter(bits[:size].split(sizes)))  # type: ignore[no-untyped-call]
         bits = bits[size:]
     return mask
 
@@ -138,14 +138,6 @@ def unpack_mask(packed: Tensor, shape: tuple[int, ...], weights: Sequence[Weight
 def has_one_bit_a_weight(weights: Sequence[Weight], pattern: Pattern, shape: Sequence[int]) -> bool:
     """True if the bits of a file are those of all weights in row-major order."""
     return pattern.bit_pattern.is_single and not num_outside(shape, weights)
-
-
-def _cut_like(walk: Iterator[Tensor], flat: Tensor) -> Iterator[Tensor]:
-    """A flat tensor, cut like a walk."""
-    start = 0
-    for chunk in walk:
-        yield flat[start : start + chunk.numel()]
-        start += chunk.numel()
 
 
 def to_gaps(bits: Tensor, num_live: int, *, least_bytes: int = 0) -> Tensor | None:
@@ -158,26 +150,19 @@ def to_gaps(bits: Tensor, num_live: int, *, least_bytes: int = 0) -> Tensor | No
     if not 0 < num_live <= bits.numel() // 2:
         return None
     live = np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))  # bools are searched faster
-    distances = np.diff(live, prepend=-1)
-    sizes = {dtype: _num_gaps(distances, dtype) * dtype.itemsize for dtype in GAP_DTYPES}
-    dtype = min(sizes, key=sizes.__getitem__)
-    return _write_gaps(distances, dtype) if least_bytes <= sizes[dtype] <= bits.numel() // 2 else None
+    zeros = np.diff(live, prepend=-1) - 1  # before each
+    numbers = {dtype: zeros.size + int((zeros // _longest(dtype)).sum()) for dtype in GAP_DTYPES}
+    dtype = min(numbers, key=lambda dtype: numbers[dtype] * dtype.itemsize)
+    if not least_bytes <= numbers[dtype] * dtype.itemsize <= bits.numel() // 2:
+        return None
+    skips, gaps = np.divmod(zeros, _longest(dtype))
+    found = np.full(numbers[dtype], _longest(dtype), f"<u{dtype.itemsize}")
+    found[np.arange(skips.size) + skips.cumsum()] = gaps
+    return torch.from_numpy(found)
 
 
 def _longest(dtype: torch.dtype) -> int:
     return (1 << 8 * dtype.itemsize) - 1
-
-
-def _num_gaps(distances: np.ndarray, dtype: torch.dtype) -> int:
-    return int(distances.size + ((distances - 1) // _longest(dtype)).sum())
-
-
-def _write_gaps(distances: np.ndarray, dtype: torch.dtype) -> Tensor:
-    longest = _longest(dtype)
-    skips, gaps = np.divmod(distances - 1, longest)
-    found = np.full(_num_gaps(distances, dtype), longest, f"<u{dtype.itemsize}")
-    found[np.arange(skips.size) + skips.cumsum()] = gaps
-    return torch.from_numpy(found)
 
 
 def from_gaps(gaps: Tensor, count: int) -> Tensor:

@@ -16,6 +16,7 @@ from growprune.masks.layers import (
     Weight,
     adapter_parameters,
     computed_weights,
+    few,
     first_names,
     is_norm,
     layer_weights,
@@ -169,7 +170,7 @@ def check_sparse(weights: Sequence[Weight], masks: dict[str, Tensor], pattern: P
             f"SparseModel(model, sparsity=...).prune()"
         )
     if dead := [name for name, count in alive.items() if not count]:
-        warn(f"all weights of {', '.join(dead[:5])} are zero and will stay zero: add them to keep_dense to train them")
+        warn(f"all weights of {few(dead)} are zero and will stay zero: add them to keep_dense to train them")
     return zeros / total
 
 
@@ -272,7 +273,7 @@ def unpruned(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -
     if left:
         yield (
             f"these weights are computed from other parameters (as by weight_norm) and will not be pruned: "
-            f"{_listed(left)}. Remove the parametrization first, or add them to keep_dense=[...]"
+            f"{few(left)}. Remove the parametrization first, or add them to keep_dense=[...]"
         )
     first = first_names(model)
     known = pruned | sources | {first[name] for found in matching(keep_dense, first) for name in found}
@@ -295,10 +296,6 @@ def unpruned(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -
     ]
     if large:
         yield (
-            f"these large parameters belong to no known kind of layer and will not be pruned: {_listed(large)}. Add "
+            f"these large parameters belong to no known kind of layer and will not be pruned: {few(large)}. Add "
             f"them to include=[...] to prune them, or to keep_dense=[...]"
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -68,8 +68,9 @@ Layer: TypeAlias = Callable[[Any, Shapes], Sequence[Weight]]
 
 
 def linear_or_convolution(module: Any, shapes: Shapes) -> Sequence[Weight]:
-    """Find the weight of a module that has `in_features` or `in_channels`, as torch's own have."""
-    if "weight" not in shapes or not (hasattr(module, "in_features") or hasattr(module, "in_channels")):
+    """Find the weight of a module that has `in_features` or `in_channels`, as torch's own have, or of a Bilinear."""
+    names = ("in_features", "in_channels", "in1_features")
+    if "weight" not in shapes or not any(hasattr(module, name) for name in names):
         return ()
     return (Weight("weight", "weight", shapes["weight"], transposed=getattr(module, "transposed", False)),)
 
@@ -93,12 +94,6 @@ def recurrent(module: Any, shapes: Shapes) -> Sequence[Weight]:
     return [Weight(name, name, shape) for name, shape in shapes.items() if RECURRENT_WEIGHT.fullmatch(name)]
 
 
-def bilinear(module: Any, shapes: Shapes) -> Sequence[Weight]:
-    """Find the weight of torch's Bilinear: (out, in1, in2)."""
-    is_one = hasattr(module, "in1_features") and "weight" in shapes
-    return (Weight("weight", "weight", shapes["weight"]),) if is_one else ()
-
-
 def conv1d_of_transformers(module: Any, shapes: Shapes) -> Sequence[Weight]:
     """Find the weight of GPT-2's Conv1D, which is a Linear stored as (in, out)."""
     is_one = any(c.__name__ == "Conv1D" for c in type(module).__mro__) and hasattr(module, "nf")
@@ -109,10 +104,8 @@ def experts(module: Any, shapes: Shapes) -> Sequence[Weight]:
     """Find the experts of a mixture, stacked in three-dimensional parameters. Each expert is its own matrix."""
     counts = [getattr(module, name, None) for name in EXPERT_COUNTS]
     stacks = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[1] > 1 and shape[0] in counts}
-    transposed = (
-        False  # True if they are stored as (experts, in, out): by their flag, or as the hidden size comes first
-    )
-    if stacks:
+    transposed = False
+    if stacks:  # stored as (experts, in, out): by their flag, or as the hidden size comes first
         shape, stated = next(iter(stacks.values())), getattr(module, "is_transposed", None)
         hidden = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
         transposed = shape[1] == hidden != shape[2] if stated is None else bool(stated)
@@ -220,7 +213,6 @@ LAYERS: dict[str, Layer] = {
     "attention": attention,
     "linear or convolution": linear_or_convolution,
     "recurrent": recurrent,
-    "bilinear": bilinear,
     "Conv1D of transformers": conv1d_of_transformers,
     "experts": experts,
 }

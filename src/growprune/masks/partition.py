@@ -6,6 +6,7 @@ tensor has one owner when parallel machines merge. Standard library only.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import difflib
 import functools
@@ -290,11 +291,9 @@ def _holds_list_of_blocks(module: Any, path: str, layers: Mapping[str, int]) -> 
 def _cut(costs: Sequence[float], kappa: int) -> list[int]:
     """Return the part of each unit, so that the most expensive of kappa contiguous parts is as cheap as possible."""
     ends = sorted({load for i in range(len(costs)) for load in accumulate(costs[i:])})
-    low, high = 0, len(ends) - 1
-    while low < high:  # the smallest cap that some part's cost could be, and that kappa parts can keep to
-        middle = (low + high) // 2
-        low, high = (low, middle) if _owners_up_to(costs, kappa, ends[middle])[-1] < kappa else (middle + 1, high)
-    return _owners_up_to(costs, kappa, ends[low])
+    # the smallest cap that some part's cost could be, and that kappa parts can keep to
+    least = bisect.bisect_left(ends, True, key=lambda cap: _owners_up_to(costs, kappa, cap)[-1] < kappa)
+    return _owners_up_to(costs, kappa, ends[least])
 
 
 def _owners_up_to(costs: Sequence[float], kappa: int, cap: float) -> list[int]:

@@ -217,7 +217,6 @@ def matrix_shape(weight: Weight) -> tuple[int, int]:
 
 
 def chunk_elements(device: torch.device) -> int:
-    """Return the number of positions to process at a time."""
     return CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 

@@ -264,35 +264,27 @@ def _kept_if_few(sources: Sequence[KeyChunks]) -> list[KeyChunks]:
 
 def _walks(sources: Sequence[KeyChunks], threshold: Threshold | None) -> Iterator[Iterator[Tensor]]:
     """Yield, for each source, bool chunks that are True down to the threshold; nowhere if there is none."""
-    if threshold is None:
-        yield from ((torch.zeros_like(chunk, dtype=torch.bool) for chunk in source()) for source in sources)
-        return
-    key, kept, equal = threshold
-    ties = Ties(kept)
-    for source in sources:
-        yield _take(source, (lambda keys: keys >= key) if kept == equal else (lambda keys: ties.take(keys, key)))
+    key, left, equal = threshold or Threshold(1 << 63, 0, 0)
+    takes_all = left == equal  # of the keys that equal the threshold; otherwise the first ones
 
+    def chosen(keys: Tensor) -> Tensor:
+        nonlocal left
+        if threshold is None:
+            return torch.zeros_like(keys, dtype=torch.bool)
+        if takes_all or not left:
+            return keys >= key if takes_all else keys > key
+        places = keys >= key
+        tied = (keys == key).nonzero(as_tuple=True)[0]
+        places[tied[left:]] = False
+        left -= min(len(tied), left)
+        return places
 
-def _take(source: KeyChunks, which: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    for keys in source():
-        yield which(keys)
-        del keys  # before the source makes the next
+    def walk(source: KeyChunks) -> Iterator[Tensor]:
+        for keys in source():
+            yield chosen(keys)
+            del keys  # before the source makes the next
 
-
-class Ties:
-    """Assign the remaining places to keys that equal the threshold, first come first served."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def take(self, keys: Tensor, threshold: int) -> Tensor:
-        if self.left == 0:
-            return keys > threshold
-        chosen = keys >= threshold
-        tied = (keys == threshold).nonzero(as_tuple=True)[0]
-        chosen[tied[self.left :]] = False
-        self.left -= min(len(tied), self.left)
-        return chosen
+    return map(walk, sources)
 
 
 def _count_digits(sources: Sequence[KeyChunks], prefix: int, shift: int, width: int, *, is_first: bool) -> Tensor:

@@ -54,9 +54,8 @@ def parallel_gradual_gap(
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for t in range(0, last, every):
         length = min(every, last - t)
-        now = (
-            sparsity + (first - sparsity) * (1 - t / last) ** power if t else first
-        )  # s + (f - s) may round to below f
+        # s + (f - s) may round to below f
+        now = sparsity + (first - sparsity) * (1 - t / last) ** power if t else first
         yield Phase(prune(S.whole, to=now))
         yield Fork(*(Branch(Phase(grow(P, within=within), iterations=length), returns=P) for P in S))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)

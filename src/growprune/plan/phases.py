@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, get_args, overload
 
 from growprune.errors import GrowpruneError, shorten
-from growprune.plan.settings import as_float, check_counts, check_share, check_sparsity, plain
+from growprune.plan.settings import as_float, check_counts, check_share, check_sparsity, one_of, plain
 
 Score: TypeAlias = Callable[..., Any]
 """A criterion of your own: (weight) -> scores, or (weight, gradient) -> scores, where higher is better.
@@ -55,7 +55,6 @@ class By(Enum):
 
     @property
     def needs_gradients(self) -> bool:
-        """True if the criterion needs gradients."""
         return self not in (By.MAGNITUDE, By.RANDOM, By.AS_IS)
 
 
@@ -105,9 +104,7 @@ Choice = TypeVar("Choice", By, Spread)
 def parse_choice(kind: type[Choice], name: Choice | str) -> Choice:
     """Return a `By` or a `Spread`, given as a member or as a string."""
     known = [choice.value for choice in kind]
-    if not isinstance(name, kind) and name not in known:
-        raise GrowpruneError(f"{kind.__name__.lower()} must be one of {', '.join(known)}, got {name!r}")
-    return kind(name)
+    return name if isinstance(name, kind) else kind(one_of(kind.__name__.lower(), name, known))
 
 
 @dataclass(frozen=True)
@@ -320,12 +317,10 @@ class Phase:
 
     @property
     def is_trained(self) -> bool:
-        """True if the phase has any training."""
         return self.epochs > 0 or self.iterations > 0
 
     @property
     def needs_gradients(self) -> bool:
-        """True if any edit of the phase needs gradients."""
         return any(edit.by.needs_gradients for edit in self.edits)
 
     def num_iterations(self, per_epoch: int) -> int:
@@ -466,7 +461,6 @@ class Declaration:
 
 
 def declaration_of(method: Any) -> Declaration:
-    """Return what a method declares."""
     found = getattr(method, "declaration", None)
     if not isinstance(found, Declaration):
         name = getattr(method, "__name__", repr(method))
@@ -655,10 +649,8 @@ class Row:
         said = []
         for first, last in zip(phase.edits, self.last.phase.edits, strict=True):
             begin, end = (f"{edit.share if edit.to is None else edit.to:.4g}" for edit in (first, last))
-            is_one = first == last
-            said.append(
-                str(first) if is_one else str(first).replace("dense", "0").replace(begin, f"{begin} ... {end}", 1)
-            )
+            text = str(first)
+            said.append(text if first == last else text.replace("dense", "0").replace(begin, f"{begin} ... {end}", 1))
         return phase.say(", ".join(said))
 
     def to_dict(self) -> dict[str, Any]:

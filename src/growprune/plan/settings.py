@@ -114,7 +114,6 @@ def check_rise(*, start: float, sparsity: float) -> None:
 
 
 def check_span(*, begin: float, until: float) -> None:
-    """Raise unless `begin` and `until` are in [0, 1] and in order."""
     check_share(begin=begin, until=until)
     if begin > until:
         raise GrowpruneError(f"begin must be <= until, got begin={begin!r} and until={until!r}")
@@ -130,7 +129,6 @@ def check_counts(least: int, **counts: int) -> list[int]:
 
 
 def check_state(state: Mapping[str, Any], *names: str) -> None:
-    """Raise unless a state dict has all of these keys."""
     if not isinstance(state, Mapping):
         raise GrowpruneError(f"load_state_dict takes a state dict, got a {type(state).__name__}")
     if missing := set(names) - state.keys():

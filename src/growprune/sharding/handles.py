@@ -54,7 +54,6 @@ class Ranks:
         return torch.cat([own[:count] for own, count in zip(shards, rows, strict=True)]).to(shard.device)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
         total = tensor.to(self.device, copy=True)
         distributed.all_reduce(total, group=self.group)
         return total.to(tensor.device)

@@ -48,7 +48,18 @@ class UnitByUnit:
     def __init__(
         self, sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any
     ) -> None:
-        _check_mesh(mesh)
+        if not isinstance(mesh, DeviceMesh):
+            raise GrowpruneError(
+                f"mesh must be a DeviceMesh, got a {type(mesh).__name__}: create it with "
+                f"torch.distributed.device_mesh.init_device_mesh after init_process_group"
+            )
+        if mesh.get_coordinate() is None:
+            raise GrowpruneError(
+                f"the mesh has ranks {mesh.mesh.flatten().tolist()}, but this is rank {distributed.get_rank()} of "
+                f"{distributed.get_world_size()}: create a mesh that contains every process"
+            )
+        if mesh.ndim != 1:
+            raise GrowpruneError(f"the mesh has {mesh.ndim} dimensions, as for HSDP: shard over one dimension")
         _check_storage(sparse.storage)
         if any(isinstance(module, FSDPModule) for module in sparse.model.modules()):
             raise GrowpruneError("the model is already sharded: shard it only once, with one mesh")
@@ -129,22 +140,6 @@ def adopt(sparse: SparseModel) -> None:
     sparse.ranks = sparse.gradients.shares = ranks
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless the argument is a mesh of one dimension that contains this process."""
-    if not isinstance(mesh, DeviceMesh):
-        raise GrowpruneError(
-            f"mesh must be a DeviceMesh, got a {type(mesh).__name__}: create it with "
-            f"torch.distributed.device_mesh.init_device_mesh after init_process_group"
-        )
-    if mesh.get_coordinate() is None:
-        raise GrowpruneError(
-            f"the mesh has ranks {mesh.mesh.flatten().tolist()}, but this is rank {distributed.get_rank()} of "
-            f"{distributed.get_world_size()}: create a mesh that contains every process"
-        )
-    if mesh.ndim != 1:
-        raise GrowpruneError(f"the mesh has {mesh.ndim} dimensions, as for HSDP: shard over one dimension")
-
-
 def sharded_names(model: nn.Module, storage: str) -> set[str]:
     """Return the parameters of a model that FSDP2 has already sharded. All modules hold their shards afterwards."""
     return set(_checked_handles(model, storage))
@@ -167,7 +162,6 @@ def _checked_handles(model: nn.Module, storage: str) -> dict[str, Handle]:
 
 
 def _check_storage(storage: str) -> None:
-    """Raise if this storage cannot be sharded."""
     if storage != "compact":
         raise GrowpruneError(
             "a model with storage='masked' cannot be sharded, because each rank would hold and send dense weights: "

@@ -100,12 +100,12 @@ def forget_masks(model: nn.Module) -> None:
 @functools.cache
 def _watch_for_adapters() -> None:
     """Hook torch's registration of modules, because an adapter may be added to a sparse model later."""
-    register_module_module_registration_hook(_guard_if_adapter)
 
+    def guard(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if name == "base_layer" and submodule is not None and SPARSE_PARAMETERS in vars(_innermost(submodule)):
+            _guard(module, _innermost(submodule))
 
-def _guard_if_adapter(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    if name == "base_layer" and submodule is not None and SPARSE_PARAMETERS in vars(_innermost(submodule)):
-        _guard(module, _innermost(submodule))
+    register_module_module_registration_hook(guard)
 
 
 def _guard(adapter: nn.Module, layer: nn.Module) -> None:

@@ -71,9 +71,6 @@ class LiveBlocks:
     def to(self, device: torch.device) -> LiveBlocks:
         return LiveBlocks(self.table.to(device), self.sizes)
 
-    def clone(self) -> LiveBlocks:
-        return LiveBlocks(self.table.clone(), self.sizes)
-
 
 def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] | None:
     """Return the height and width of a weight's blocks if there are products for them, else None."""
@@ -118,7 +115,6 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def check_environment() -> None:
-    """Raise if the environment variable has an unknown value."""
     if WAY not in WAYS:
         raise GrowpruneError(f"{VARIABLE} must be one of {', '.join(WAYS)}, got {WAY!r}")
 
@@ -149,7 +145,7 @@ def input_gradient(layout: Any, dy: Tensor, values: Tensor) -> Tensor:
 def values_gradient(layout: Any, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the live values of dW for dy (N, outputs) and x (N, inputs), in the given dtype."""
     run = _values_gradient if _is_direct(x) else torch.ops.growprune.block_values
-    return run(dy, x, *_operands(layout, x), dtype)
+    return run(dy, x, dtype, *_operands(layout, x))
 
 
 def _is_direct(x: Tensor) -> bool:
@@ -157,50 +153,34 @@ def _is_direct(x: Tensor) -> bool:
     return x.is_cuda and kernels.is_plain()
 
 
-def _operands(layout: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequence[int], int]:
+def _operands(layout: Any, x: Tensor) -> tuple[Tensor, Sequence[int], Tensor, Tensor, int]:
     here = layout.to(x.device)
-    return here.blocks.table, here.bits, here.offsets, here.blocks.sizes, here.group
+    return here.blocks.table, here.blocks.sizes, here.bits, here.offsets, here.group
 
 
 def _output(
-    x: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    table: Tensor,
-    bits: Tensor,
-    offsets: Tensor,
-    sizes: Sequence[int],
-    group: int,
+    x: Tensor, values: Tensor, bias: Tensor | None, table: Tensor, sizes: Sequence[int], *layout: Any
 ) -> Tensor:
     if not x.is_cuda:
-        return F.linear(x, _dense_weight(values, x.dtype, bits, offsets, sizes, group), bias)
+        return F.linear(x, _dense_weight(values, x.dtype, sizes, *layout), bias)
     from growprune.storage import triton_blocks
 
     return triton_blocks.output(x.contiguous(), values.to(x.dtype), bias, table, sizes)
 
 
-def _input_gradient(
-    dy: Tensor, values: Tensor, table: Tensor, bits: Tensor, offsets: Tensor, sizes: Sequence[int], group: int
-) -> Tensor:
+def _input_gradient(dy: Tensor, values: Tensor, table: Tensor, sizes: Sequence[int], *layout: Any) -> Tensor:
     if not dy.is_cuda:
-        return dy @ _dense_weight(values, dy.dtype, bits, offsets, sizes, group)
+        return dy @ _dense_weight(values, dy.dtype, sizes, *layout)
     from growprune.storage import triton_blocks
 
     return triton_blocks.input_gradient(dy.contiguous(), values.to(dy.dtype), table, sizes)
 
 
 def _values_gradient(
-    dy: Tensor,
-    x: Tensor,
-    table: Tensor,
-    bits: Tensor,
-    offsets: Tensor,
-    sizes: Sequence[int],
-    group: int,
-    dtype: torch.dtype,
+    dy: Tensor, x: Tensor, dtype: torch.dtype, table: Tensor, sizes: Sequence[int], *layout: Any
 ) -> Tensor:
     if not x.is_cuda:
-        num_alive = sizes[2] * sizes[3] * sizes[4]
+        (bits, offsets, group), num_alive = layout, sizes[2] * sizes[3] * sizes[4]
         return kernels._compress((dy.t() @ x).view(-1), bits, offsets, num_alive, dtype, group)
     from growprune.storage import triton_blocks
 
@@ -208,25 +188,25 @@ def _values_gradient(
 
 
 def _dense_weight(
-    values: Tensor, dtype: torch.dtype, bits: Tensor, offsets: Tensor, sizes: Sequence[int], group: int
+    values: Tensor, dtype: torch.dtype, sizes: Sequence[int], bits: Tensor, offsets: Tensor, group: int
 ) -> Tensor:
     shape = sizes[0] * sizes[3], sizes[1] * sizes[4]
     return kernels._expand(values, bits, offsets, shape[0] * shape[1], dtype, group).view(shape)
 
 
-_BITS = "Tensor table, Tensor bits, Tensor offsets, SymInt[] sizes, SymInt group"
+_BITS = "Tensor table, SymInt[] sizes, Tensor bits, Tensor offsets, SymInt group"
 kernels._register(
     f"block_output(Tensor x, Tensor values, Tensor? bias, {_BITS}) -> Tensor",
     _output,
-    lambda x, values, bias, table, bits, offsets, sizes, group: x.new_empty(x.shape[0], sizes[0] * sizes[3]),
+    lambda x, values, bias, table, sizes, *_: x.new_empty(x.shape[0], sizes[0] * sizes[3]),
 )
 kernels._register(
     f"block_input(Tensor dy, Tensor values, {_BITS}) -> Tensor",
     _input_gradient,
-    lambda dy, values, table, bits, offsets, sizes, group: dy.new_empty(dy.shape[0], sizes[1] * sizes[4]),
+    lambda dy, values, table, sizes, *_: dy.new_empty(dy.shape[0], sizes[1] * sizes[4]),
 )
 kernels._register(
-    f"block_values(Tensor dy, Tensor x, {_BITS}, ScalarType dtype) -> Tensor",
+    f"block_values(Tensor dy, Tensor x, ScalarType dtype, {_BITS}) -> Tensor",
     _values_gradient,
-    lambda dy, x, table, bits, offsets, sizes, group, dtype: x.new_empty(sizes[2] * sizes[3] * sizes[4], dtype=dtype),
+    lambda dy, x, dtype, table, sizes, *_: x.new_empty(sizes[2] * sizes[3] * sizes[4], dtype=dtype),
 )

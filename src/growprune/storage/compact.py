@@ -38,7 +38,10 @@ from growprune.storage.compact_layers import (
 )
 from growprune.storage.kernels import Layout
 from growprune.storage.masked import hookable
-from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
+from growprune.storage.parameter import SparseParameter, uncompiled
+
+MOST_GRAPHS = 64
+"""The most graphs of one function that torch.compile may keep."""
 
 
 class Compact(SparseParameter):
@@ -79,13 +82,6 @@ class Compact(SparseParameter):
                 f"storage='compact' does not support {name}, which is tied to {', '.join(places[1:])}: "
                 f"use storage='masked', or add it to keep_dense"
             )
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters.get(self._local)
-        if parameter is None:
-            raise no_parameter(self.module, self._local)
-        return parameter
 
     @property
     def _layout(self) -> Layout | None:
@@ -189,7 +185,10 @@ class Compact(SparseParameter):
             self._listening = weakref.ref(parameter)
 
     def _put(self, dense: Tensor, mask: Tensor) -> None:
-        group = self._group if self._group > 1 and _is_grouped(mask, self._group) else 1
+        group = self._group
+        if group > 1:
+            folded = mask.movedim(1, -1).reshape(-1, group)
+            group = group if torch.equal(folded.any(1), folded.all(1)) else 1  # someone has split one
         layout = None if bool(mask.all()) else Layout.of(mask, group)
         self._keep(torch.where(mask, dense, 0) if layout is None else layout.compress(dense), layout)
 
@@ -200,7 +199,9 @@ class Compact(SparseParameter):
         if layout is not None and self._block is not None:
             layout.blocks = live_blocks(layout.mask(), *self._block)
         self._place(values, layout)
-        let_compile_again()
+        if dynamo := sys.modules.get("torch._dynamo"):
+            # torch.compile makes a graph for each part that may be dense; by default it gives up at the ninth
+            dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_GRAPHS)
         if self._record is not None:
             self._listen()
 
@@ -209,26 +210,8 @@ class Compact(SparseParameter):
         set_layout(self.module, self._local, layout)
 
 
-def _is_grouped(mask: Tensor, group: int) -> bool:
-    folded = mask.movedim(1, -1).reshape(-1, group)
-    return torch.equal(folded.any(1), folded.all(1))
-
-
 # The class of a layer with compact parameters. Attributes, `state_dict` and copies are dense. What needs a dense model
 # (pickling, scripting, replacing a parameter) raises an error that says what to do.
-
-MOST_GRAPHS = 64
-"""The most graphs of one function that torch.compile may keep. Its own default is 8."""
-
-
-def let_compile_again() -> None:
-    """Raise torch.compile's limit of graphs, so that it keeps one for each part that may be dense.
-
-    It compiles once for each of them, and reuses the graphs in later rounds. By default, it runs eagerly from the ninth
-    graph on, and only logs that.
-    """
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_GRAPHS)
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout | None]:
@@ -277,9 +260,8 @@ def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
     # who makes another layer of the same class, as PEFT does for a convolution's adapter, gets a plain one
     members |= {"_plain_class": plain, "__new__": lambda cls, *args, **kwargs: plain(*args, **kwargs)}
     members |= {"__setattr__": _assign, "__delattr__": _delete}
-    members |= {"__reduce_ex__": _refuse_to_pickle, "__prepare_scriptable__": _refuse_to_script, "__copy__": _copied}
-    if not hasattr(plain, "__deepcopy__"):
-        members["__deepcopy__"] = _deeply_copied
+    members |= dict.fromkeys(("__reduce_ex__", "__prepare_scriptable__"), _refuse_to_serialize)
+    members |= dict.fromkeys(("__copy__",) if hasattr(plain, "__deepcopy__") else ("__copy__", "__deepcopy__"), _copied)
     for layer, forward in FORWARDS.items():
         if plain.forward is layer.forward and names == ("weight",):
             members["forward"] = forward
@@ -343,34 +325,23 @@ def _delete(module: nn.Module, name: str) -> None:
     plain.__delattr__(module, name)
 
 
-def _refuse_to_pickle(module: nn.Module, protocol: object) -> Any:
-    """Refuse to pickle, because another process could not find this class by its name."""
+def _refuse_to_serialize(module: nn.Module, *protocol: object) -> Any:
+    """Refuse to pickle, because another process could not find this class by its name; and torch.jit.script."""
     del protocol
     raise GrowpruneError(
-        f"{type(module).__name__} has compact storage, which cannot be pickled: call sparse.to_dense_() first, or "
-        f"write a file with growprune.save(sparse, path)"
+        f"{type(module).__name__} has compact storage, which cannot be pickled or scripted: call sparse.to_dense_() "
+        f"first, or write a file with growprune.save(sparse, path)"
     )
 
 
-def _refuse_to_script(module: nn.Module) -> Any:
-    """Refuse torch.jit.script, at the first attribute that it reads."""
-    raise GrowpruneError(
-        f"{type(module).__name__} has compact storage, which torch.jit.script does not support: call "
-        f"sparse.to_dense_() first"
-    )
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """Copy a module as copy.copy does, which would otherwise use the refused pickling."""
+def _copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Copy a module as copy.copy and copy.deepcopy do, which would otherwise use the refused pickling."""
     clone: nn.Module = object.__new__(type(module))
-    clone.__setstate__(module.__getstate__())  # type: ignore[no-untyped-call]
-    return clone
-
-
-def _deeply_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    clone: nn.Module = object.__new__(type(module))
-    memo[id(module)] = clone
-    clone.__setstate__(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[no-untyped-call]
+    state: Any = module.__getstate__()  # type: ignore[no-untyped-call]
+    if memo is not None:
+        memo[id(module)] = clone
+        state = copy.deepcopy(state, memo)
+    clone.__setstate__(state)  # type: ignore[no-untyped-call]
     return clone
 
 

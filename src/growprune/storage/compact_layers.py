@@ -64,7 +64,6 @@ def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
 
 
 def is_recorded(layout: Any) -> bool:
-    """True if the dense gradient is recorded."""
     if torch.compiler.is_compiling() or layout.recorder is None:
         return False
     sparse_parameter = layout.recorder()

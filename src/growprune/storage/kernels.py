@@ -19,6 +19,7 @@ temporaries are smaller than the dense tensor.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
@@ -244,7 +245,6 @@ FILLED = 1 << 20
 
 
 def can_zero_off(device: torch.device) -> bool:
-    """True if `zero_off` supports the device."""
     return _triton_kernels(device.type) is not None
 
 
@@ -349,8 +349,7 @@ class Layout:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
-        blocks = None if self.blocks is None else self.blocks.clone()
-        copied = replace(self, bits=self.bits.clone(), offsets=self.offsets.clone(), blocks=blocks)
+        copied = replace(self, **{name: copy.deepcopy(getattr(self, name)) for name in ("bits", "offsets", "blocks")})
         memo[id(self)] = copied
         return copied
 

@@ -20,7 +20,7 @@ from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
 from growprune.masks.patterns import CPU_CHUNK, Pattern, in_one_go
 from growprune.storage import kernels
-from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
+from growprune.storage.parameter import SparseParameter, uncompiled
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
@@ -69,13 +69,6 @@ class Masked(SparseParameter):
             raise GrowpruneError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
 
     @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters.get(self._local)
-        if parameter is None:
-            raise no_parameter(self.module, self._local)
-        return parameter
-
-    @property
     def is_known_full(self) -> bool:
         return self._is_full is True
 
@@ -84,6 +77,9 @@ class Masked(SparseParameter):
 
     def mask(self) -> Tensor:
         self._follow()
+        return self._as_bools()
+
+    def _as_bools(self) -> Tensor:
         if not self._bits:
             return self._mask.bool()
         return kernels.unpack(self._bits[self._row_major], self.shape.numel()).view(self.shape)
@@ -92,11 +88,9 @@ class Masked(SparseParameter):
         """Move the mask to the device of the parameter, if the model was moved."""
         device = self.parameter.device
         if self._device != device:
-            mask = self._mask.bool()
-            if self._bits:
-                mask = kernels.unpack(self._bits.pop(self._row_major), self.shape.numel()).view(self.shape)
+            mask = self._as_bools().to(device)
             self._bits = {}
-            self._hold(mask.to(device))
+            self._hold(mask)
 
     def _hold(self, mask: Tensor, *, is_full: Tensor | bool | None = None) -> None:
         """Store a mask, in place if there was one, so that compiled or captured code stays valid."""
@@ -214,7 +208,8 @@ class Masked(SparseParameter):
 
     def _hook(self, parameter: nn.Parameter) -> None:
         """Mask gradients as soon as they are there, so that clipping, accumulation and all-reduce see them masked."""
-        if (self._hooked is None or self._hooked() is not parameter) and _has_gradients(parameter):
+        can_have_gradients = parameter.is_floating_point() and not parameter.is_inference()
+        if (self._hooked is None or self._hooked() is not parameter) and can_have_gradients:
             me = weakref.ref(self)
 
             def arrived(parameter: Tensor) -> None:
@@ -232,10 +227,6 @@ class Masked(SparseParameter):
         if self._handle is not None:
             self._handle.remove()
         self._hooked, self._handle = None, None
-
-
-def _has_gradients(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() and not parameter.is_inference()
 
 
 @contextmanager
@@ -269,12 +260,10 @@ def zero_off(mask: Tensor, tensor: Tensor) -> None:
 # Tensor subclasses with few operations, such as quantized optimizer state (torchao's 8-bit optimizers). An optimizer
 # reads and writes its state by copying, so such a tensor can always be copied to a plain one and back.
 
-_PLAIN = Tensor.__torch_dispatch__
-
 
 def is_wrapped(tensor: Tensor) -> bool:
     """True for a tensor subclass that overrides operations, except shards (DTensor), which support them all."""
-    return type(tensor).__torch_dispatch__ is not _PLAIN and not hasattr(tensor, "device_mesh")
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "device_mesh")
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from growprune.tasks.task import Split, Task
+from growprune.tasks.task import Split as Split
+from growprune.tasks.task import Task as Task
 
 if TYPE_CHECKING:
-    from growprune.tasks.classification import Classification
-    from growprune.tasks.detection import Detection
-    from growprune.tasks.digits import Digits
-    from growprune.tasks.language import Language
-    from growprune.tasks.segmentation import PartSegmentation
-    from growprune.tasks.translation import Translation
+    from growprune.tasks.classification import Classification as Classification
+    from growprune.tasks.detection import Detection as Detection
+    from growprune.tasks.digits import Digits as Digits
+    from growprune.tasks.language import Language as Language
+    from growprune.tasks.segmentation import PartSegmentation as PartSegmentation
+    from growprune.tasks.translation import Translation as Translation
 
     TASKS: dict[str, type[Task]]
 
@@ -29,18 +30,6 @@ _CLASSES = {
     "language": "Language",
 }
 """The class of each task, by the name of its module."""
-
-__all__ = [
-    "TASKS",
-    "Classification",
-    "Detection",
-    "Digits",
-    "Language",
-    "PartSegmentation",
-    "Split",
-    "Task",
-    "Translation",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from growprune.errors import GrowpruneError, warn
 
@@ -60,7 +68,34 @@ def find(root: str, relative: str, *, layout: str) -> Path:
 
 
 def check_split(num_examples: int, source: Path | str, split: str, *, layout: str = "") -> None:
-    """Raise if a split has no examples."""
     if not num_examples:
         expected = f". Expected {layout}" if layout else ""
         raise GrowpruneError(f"{source}: the {split} split has no examples{expected}")
+
+
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, SyntaxError, RuntimeError, zipfile.BadZipFile, zlib.error, tokenize.TokenError),
+    *(TypeError, KeyError),  # a file with a single array instead of several, or without one of them
+)
+"""Errors of numpy for a file that is damaged or not an .npz."""
+
+
+def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Read arrays of an .npz file."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names}
+    except UNREADABLE as error:
+        raise GrowpruneError(f"cannot read {path} ({error}). Expected an .npz with {', '.join(names)}") from error
+
+
+def cut_validation(num_images: int, num_validation: int, data: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the numbers of the training images to train on, and of those for validation: drawn, always the same."""
+    if not 0 < num_validation < num_images - 1:
+        raise GrowpruneError(
+            f"task.num_validation must leave at least 1 image for validation and 2 for training, got {num_validation} "
+            f"of the {num_images} training images of {data}"
+        )
+    is_drawn = np.zeros(num_images, dtype=bool)
+    is_drawn[np.random.default_rng(0).permutation(num_images)[:num_validation]] = True
+    return np.flatnonzero(~is_drawn), np.flatnonzero(is_drawn)

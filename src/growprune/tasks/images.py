@@ -51,7 +51,6 @@ class ImageTask(Task):
     _replica = 0, 1
 
     def for_replica(self, index: int, count: int) -> Self:
-        """The same task for replica `index` of `count`; see `Task`."""
         task = copy.copy(self)
         # not a field of the dataclass, because it does not change results
         object.__setattr__(task, "_replica", (index, count))

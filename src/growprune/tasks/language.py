@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
-from growprune.tasks.bad_records import find
+from growprune.tasks.bad_records import find, read_arrays
 from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 LAYOUT = "a text file with one byte per character, or a .npz of tokens"
@@ -65,8 +64,7 @@ class Language(Task):
             raise GrowpruneError(f"d_model must be a multiple of heads={self.heads}, got {self.d_model}")
 
     def build_model(self) -> nn.Module:
-        sizes = (self.context, self.d_model, self.ffn, self.heads, self.layers)
-        return GPT(Shape(self.vocab_size, *sizes, self.dropout))
+        return GPT(self)
 
     def narrower(self) -> Sequence[Task]:
         """The task with smaller `d_model`, a multiple of the same number of heads. `ffn` keeps its ratio."""
@@ -154,14 +152,11 @@ def load(data: str, vocab_size: int = BYTES) -> tuple[dict[str, Tensor], Tensor]
 
 def _read_tokens(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     """Read a `.npz`. Raise if it lacks an array, or has tokens outside of its vocabulary."""
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            tokens, num_bytes = arrays["tokens"], arrays["num_bytes"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise GrowpruneError(f"{path} must have the arrays tokens and num_bytes: {error}") from error
-    for name, array in (("tokens", tokens), ("num_bytes", num_bytes)):
+    arrays = read_arrays(path, ("tokens", "num_bytes"))
+    for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             raise GrowpruneError(f"{name} in {path} must be a list of integers, got {array.dtype} {array.shape}")
+    tokens, num_bytes = arrays.values()
     if tokens.min() < 0 or tokens.max() >= len(num_bytes):
         raise GrowpruneError(
             f"tokens in {path} must be in [0, {len(num_bytes)}), the length of num_bytes, got {tokens.min()} to "
@@ -191,19 +186,6 @@ def on_device(data: str, split: str, device: torch.device, vocab_size: int = BYT
     return load(data, vocab_size)[0][split].to(device)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes and the dropout rate of a GPT."""
-
-    vocab_size: int
-    context: int
-    d_model: int
-    ffn: int
-    heads: int
-    layers: int
-    dropout: float = 0.0
-
-
 class GPT(nn.Module):
     """A small GPT (Radford et al., 2019): pre-norm, learned positions, one matrix for the embedding and the output.
 
@@ -213,13 +195,13 @@ class GPT(nn.Module):
     Shapes: B pieces of T tokens, C channels in H heads of D, V the vocabulary.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Language) -> None:
         super().__init__()
-        self.embedding = Embedding(shape.vocab_size, shape.d_model)
-        self.positions = Embedding(shape.context, shape.d_model)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.embedding = Embedding(task.vocab_size, task.d_model)
+        self.positions = Embedding(task.context, task.d_model)
+        self.layers = nn.ModuleList(Layer(task) for _ in range(task.layers))
+        self.norm = nn.LayerNorm(task.d_model)
+        self.dropout = nn.Dropout(task.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, T, V) of the token after each of the tokens (B, T)."""
@@ -233,14 +215,14 @@ class GPT(nn.Module):
 class Layer(nn.Module):
     """Self-attention and feed-forward, each with a norm before it and a residual connection."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Language) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(shape.d_model)
-        self.attention = Attention(shape)
-        self.ffn_norm = nn.LayerNorm(shape.d_model)
-        self.fc1 = Linear(shape.d_model, shape.ffn)
-        self.fc2 = Linear(shape.ffn, shape.d_model, std=last_std(shape))
-        self.dropout = nn.Dropout(shape.dropout)
+        self.attention_norm = nn.LayerNorm(task.d_model)
+        self.attention = Attention(task)
+        self.ffn_norm = nn.LayerNorm(task.d_model)
+        self.fc1 = Linear(task.d_model, task.ffn)
+        self.fc2 = Linear(task.ffn, task.d_model, std=last_std(task))
+        self.dropout = nn.Dropout(task.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -250,11 +232,11 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head attention."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Language) -> None:
         super().__init__()
-        self.heads, self.attention_dropout = shape.heads, shape.dropout
-        self.q, self.k, self.v = (Linear(shape.d_model, shape.d_model) for _ in range(3))
-        self.out = Linear(shape.d_model, shape.d_model, std=last_std(shape))
+        self.heads, self.attention_dropout = task.heads, task.dropout
+        self.q, self.k, self.v = (Linear(task.d_model, task.d_model) for _ in range(3))
+        self.out = Linear(task.d_model, task.d_model, std=last_std(task))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
@@ -286,6 +268,6 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
-def last_std(shape: Shape) -> float:
+def last_std(task: Language) -> float:
     """The standard deviation for the last layer of a residual branch, which shrinks with the number of layers."""
-    return float(STD * (2 * shape.layers) ** -0.5)
+    return float(STD * (2 * task.layers) ** -0.5)

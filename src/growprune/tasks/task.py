@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from growprune.errors import GrowpruneError
 
@@ -137,20 +138,7 @@ def with_channels(task: Task, name: str, multiple: int = 1, *others: str) -> lis
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """Apply a function to each tensor of a batch. Other values stay."""
-    if isinstance(batch, dict):
-        return {name: map_tensors(function, item) for name, item in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(map_tensors(function, item) for item in batch)
-    return function(batch) if isinstance(batch, Tensor) else batch
-
-
-def leaves_of(batch: Any) -> Iterator[Any]:
-    """Yield the tensors and other values of a batch."""
-    if isinstance(batch, dict | tuple | list):
-        for item in batch.values() if isinstance(batch, dict) else batch:
-            yield from leaves_of(item)
-    else:
-        yield batch
+    return tree_map_only(Tensor, function, batch)
 
 
 def num_examples(batch: Any) -> int:
@@ -159,7 +147,7 @@ def num_examples(batch: Any) -> int:
     >>> num_examples((7, {"image": torch.zeros(5, 3)}))
     5
     """
-    tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     return next((len(tensor) for tensor in tensors if tensor.dim() and len(tensor)), 0)
 
 

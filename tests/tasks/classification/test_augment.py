@@ -54,7 +54,7 @@ def box_of(numbers: list[list[float]], width: int, height: int, min_scale: float
 @pytest.mark.parametrize(("width", "height"), [(32, 32), (50, 30), (20, 90), (300, 10)])
 def test_boxes_are_those_drawn_one_image_at_a_time(width: int, height: int) -> None:
     numbers = torch.rand(200, images.NUM_TRIES + 1, 2, generator=torch.Generator().manual_seed(1))
-    boxes = images.draw_boxes(numbers, width, height, 0.08)
+    boxes = torch.stack([images.draw_box(some, width, height, 0.08) for some in numbers])
     for found, drawn in zip(boxes.tolist(), numbers.tolist(), strict=True):
         assert found == pytest.approx(box_of(drawn, width, height, 0.08), rel=1e-4, abs=1e-3)
     sides = boxes[:, 2:] - boxes[:, :2]

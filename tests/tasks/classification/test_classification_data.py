@@ -147,7 +147,7 @@ def test_a_split_that_cannot_be_read_is_an_error(tmp_path: Path, files: list[tup
     for in_memory in (True, False):
         with pytest.raises(ValueError, match="bad record number 2, but at most 1 are skipped"):
             shown(small(data, in_memory=in_memory), "test")
-        sources.bad_images.cache_clear()
+        sources.report_bad.cache_clear()
 
 
 def test_an_image_of_another_size_is_named(tmp_path: Path, files: list[tuple[bytes, int, bool]]) -> None:
@@ -241,7 +241,7 @@ def test_one_image_is_too_few_to_train_on(tmp_path: Path, files: list[tuple[byte
 
 @pytest.mark.parametrize("count", [0, 38, 39, 100])
 def test_validation_images_must_leave_some_to_train_on(data: str, count: int) -> None:
-    with pytest.raises(ValueError, match=f"num_validation must leave .*, got {count}, but .* has 39 training images"):
+    with pytest.raises(ValueError, match=f"num_validation must leave .*, got {count} of the 39 training images of "):
         small(data, num_validation=count).num_batches()
 
 
@@ -257,7 +257,7 @@ WRONG_ARRAYS: dict[str, tuple[dict[str, Any], str]] = {
     "words": ({"labels": np.array(["cat"] * 48)}, "labels .*<U3"),
     "wide": ({"data": np.zeros(10**5, dtype=np.int64)}, "data .*int64"),
     "pickle": ({"classes": np.array([print, "b", "c"], dtype=object)}, "allow_pickle=False"),
-    "absent": ({"offsets": None}, "no array offsets"),
+    "absent": ({"offsets": None}, "offsets is not a file"),
 }
 
 

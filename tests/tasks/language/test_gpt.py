@@ -12,12 +12,12 @@ from torch.nn import functional as F
 import growprune as gp
 from growprune.masks.layers import prunable_weights
 from growprune.sparse.flops import count_flops
-from growprune.tasks.language import GPT, Language, Shape
+from growprune.tasks.language import GPT, Language
 
-SMALL = Shape(vocab_size=11, context=6, d_model=8, ffn=12, heads=2, layers=2)
+SMALL = Language(vocab_size=11, context=6, d_model=8, ffn=12, heads=2, layers=2, dropout=0.0)
 
 
-def seeded(shape: Shape = SMALL) -> GPT:
+def seeded(shape: Language = SMALL) -> GPT:
     torch.manual_seed(0)
     model = GPT(shape).eval()
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_the_model_of_the_recipe_has_sizes_that_blocks_fill() -> None:
 
 
 def test_layers_whose_outputs_add_up_start_with_less() -> None:
-    model = GPT(Shape(vocab_size=256, context=64, d_model=128, ffn=512, heads=2, layers=2))
+    model = GPT(Language(vocab_size=256, context=64, d_model=128, ffn=512, heads=2, layers=2))
     found = {name: float(p.detach().std()) for name, p in model.named_parameters() if p.dim() > 1}
     for name, std in found.items():
         assert std == pytest.approx(0.01 if name.endswith(("out.weight", "fc2.weight")) else 0.02, rel=0.05), name

@@ -179,7 +179,9 @@ def test_a_file_that_holds_no_tokens_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", text=np.zeros(3))
     (tmp_path / "broken.npz").write_bytes(b"no zip file")
     for name in ("other", "broken"):
-        with pytest.raises(GrowpruneError, match=rf"{name}.npz must have the arrays tokens and num_bytes: "):
+        with pytest.raises(
+            GrowpruneError, match=rf"cannot read .*{name}.npz .*Expected an .npz with tokens, num_bytes"
+        ):
             small(tmp_path / f"{name}.npz").num_batches()
 
 

@@ -22,7 +22,6 @@ from growprune.tasks.translation.transformer import (
     Attention,
     DecoderLayer,
     EncoderLayer,
-    Shape,
     Transformer,
     sinusoids,
 )
@@ -126,7 +125,9 @@ def test_embeddings_are_scaled_shared_and_the_output() -> None:
 
 def test_a_model_starts_as_fairseqs_do() -> None:
     torch.manual_seed(0)
-    model = Transformer(Shape(500, 64, 128, 4, 1, 1))
+    model = Transformer(
+        replace(SMALL, vocab_size=500, d_model=64, ffn=128, heads=4, encoder_layers=1, decoder_layers=1)
+    )
     layer = model.encoder.layers[0]
     assert model.embedding.weight.std().item() == pytest.approx(1 / 8, rel=0.02)
     bounds = {layer.self_attention.q: (6 / 256) ** 0.5, layer.self_attention.out: (6 / 128) ** 0.5}

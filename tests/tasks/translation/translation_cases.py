@@ -14,7 +14,7 @@ from paths import SHARED
 from torch import Tensor
 
 from growprune.tasks.translation import Translation
-from growprune.tasks.translation.transformer import PAD, Shape, Transformer
+from growprune.tasks.translation.transformer import PAD, Transformer
 
 CPU = torch.device("cpu")
 MULTI30K = SHARED / "multi30k"
@@ -50,11 +50,10 @@ def data(tmp_path: Path) -> Path:
 
 def tiny(data: Path | str = "", **settings: Any) -> Translation:
     sizes = {"d_model": 16, "ffn": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 340}
-    rates = {"dropout": 0.0, "attention_dropout": 0.0, "relu_dropout": 0.0}
-    return Translation(data=str(data), **{**sizes, **rates, "max_tokens": 200, "max_length": 64, **settings})
+    return Translation(data=str(data), **{**sizes, **RATES, "max_tokens": 200, "max_length": 64, **settings})
 
 
-def seeded(shape: Shape, seed: int = 0, *, scale: float = 1.0) -> Transformer:
+def seeded(shape: Translation, seed: int = 0, *, scale: float = 1.0) -> Transformer:
     """A model in eval mode; a larger scale makes it more certain of what it says."""
     torch.manual_seed(seed)
     model = Transformer(shape).eval()
@@ -71,7 +70,8 @@ def model_of(task: Translation) -> Any:
     return task.build_model().eval()
 
 
-SMALL = Shape(vocab_size=11, d_model=8, ffn=12, heads=2, encoder_layers=2, decoder_layers=2)
+RATES = {"dropout": 0.0, "attention_dropout": 0.0, "relu_dropout": 0.0}
+SMALL = Translation(vocab_size=11, d_model=8, ffn=12, heads=2, encoder_layers=2, decoder_layers=2, **RATES)
 
 
 def tokens(*shape: int, seed: int = 0, vocab_size: int = 11) -> Tensor:

@@ -166,7 +166,7 @@ class Classification(ImageTask):
                 random = partial(images.random_box, seed=seed or 0, min_scale=self.min_scale)
                 boxes = images.centre_box if seed is None else random
             decoder = images.Decoder(source, size, boxes)
-            report = images.report_bad(source, self.data, self.num_classes)
+            report = sources.report_bad(self.data, self.num_classes)
             used = None if seed is None else self._used
             found = read(decoder, groups, report, workers=self.workers, device=device, used=used, size=size)
         for group, (pixels, _, good) in zip(groups, found, strict=True):

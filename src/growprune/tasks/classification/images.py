@@ -17,7 +17,7 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import check_split
-from growprune.tasks.classification.sources import Source, bad_images, load, splits
+from growprune.tasks.classification.sources import Source, load, report_bad, splits
 from growprune.tasks.images import BILINEAR, Array, HeldImages, UnreadableImage, opened, to_rgb
 
 PADDING = 4
@@ -58,28 +58,23 @@ def _is_within(positions: Tensor, length: int) -> Tensor:
     return (positions >= 0) & (positions < length)
 
 
-def draw_boxes(numbers: Tensor, width: int, height: int, min_scale: float) -> Tensor:
-    """Return the boxes (left, top, right, bottom) of random resized crops, in pixels.
+def draw_box(numbers: Tensor, width: int, height: int, min_scale: float) -> Tensor:
+    """Return the box (left, top, right, bottom) of a random resized crop, in pixels.
 
     Args:
-        numbers: (B, NUM_TRIES + 1, 2) in [0, 1): area and shape of each box to try, and in the last row its place.
+        numbers: (NUM_TRIES + 1, 2) in [0, 1): area and shape of each box to try, and in the last row its place.
         min_scale: the smallest area, as a fraction of the image.
     """
-    areas = width * height * (min_scale + (1 - min_scale) * numbers[:, :-1, 0])
+    areas = width * height * (min_scale + (1 - min_scale) * numbers[:-1, 0])
     low, high = (math.log(ratio) for ratio in RATIOS)
-    ratios = (low + (high - low) * numbers[:, :-1, 1]).exp()
-    sides = torch.stack([(areas * ratios).sqrt(), (areas / ratios).sqrt()], -1)  # (B, tries, 2): width, height
+    ratios = (low + (high - low) * numbers[:-1, 1]).exp()
+    sides = torch.stack([(areas * ratios).sqrt(), (areas / ratios).sqrt()], -1)  # (tries, 2): width, height
     # If none fits, as in a panorama, take the largest box of an allowed shape.
-    last = sides.new_ones(len(sides), 1, 2)
-    last[:, :, 0] *= min(width, height * RATIOS[1])
-    last[:, :, 1] *= min(height, width / RATIOS[0])
-    sides = torch.cat([sides, last], 1)
-    fits = (sides[..., 0] <= width) & (sides[..., 1] <= height)
-    taken = fits.int().argmax(1)  # the first that fits
-    side = sides.gather(1, taken[:, None, None].expand(-1, 1, 2))[:, 0]
-    space = torch.stack([width - side[:, 0], height - side[:, 1]], 1)
-    corner = space * numbers[:, -1]
-    return torch.cat([corner, corner + side], 1)
+    last = sides.new_tensor([[min(width, height * RATIOS[1]), min(height, width / RATIOS[0])]])
+    sides, whole = torch.cat([sides, last]), sides.new_tensor([width, height])
+    side = sides[(sides <= whole).all(1).int().argmax()]  # the first that fits
+    corner = (whole - side) * numbers[-1]
+    return torch.cat([corner, corner + side])
 
 
 def normalised(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
@@ -120,8 +115,8 @@ def centre_box(index: int, width: int, height: int) -> Box:
 
 def random_box(index: int, width: int, height: int, *, seed: int, min_scale: float) -> Box:
     """Draw the box of a random resized crop. It depends only on the seed and the number of the image."""
-    numbers = torch.rand(1, NUM_TRIES + 1, 2, generator=generator("cpu", seed, index))
-    left, top, right, bottom = draw_boxes(numbers, width, height, min_scale)[0].tolist()
+    numbers = torch.rand(NUM_TRIES + 1, 2, generator=generator("cpu", seed, index))
+    left, top, right, bottom = draw_box(numbers, width, height, min_scale).tolist()
     return left, top, min(right, width), min(bottom, height)  # rounding may exceed them
 
 
@@ -155,12 +150,6 @@ class Decoder:
             return np.array(to_rgb(image).resize(self.size, BILINEAR, box=box))
 
 
-def report_bad(source: Source, data: str, num_classes: int) -> Callable[[int, str], None]:
-    """Return a function that counts images that cannot be read, for training and for test apart."""
-    bad = bad_images(data, num_classes)
-    return lambda index, why: bad[bool(source.is_test[index])].skip(source.name(index), why)
-
-
 @functools.cache
 def held(data: str, num_classes: int, workers: int) -> HeldImages:
     """Decode all images, which must have the size of the first that can be opened, once per process."""
@@ -174,8 +163,7 @@ def held(data: str, num_classes: int, workers: int) -> HeldImages:
             continue  # decoding will report it
     else:
         raise GrowpruneError(f"{data}: none of the {len(source.labels)} images can be read. Check the files")
-    report = report_bad(source, data, num_classes)
-    decoder = Decoder(source, size, None)
+    report, decoder = report_bad(data, num_classes), Decoder(source, size, None)
     return HeldImages(decoder, len(source.labels), report, workers=workers, size=(height, width))
 
 

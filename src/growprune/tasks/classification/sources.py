@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +12,10 @@ from typing import IO
 import numpy as np
 
 from growprune.errors import GrowpruneError
-from growprune.tasks.bad_records import BadRecords, check_split, find
+from growprune.tasks.bad_records import BadRecords, check_split, cut_validation, find, read_arrays
 from growprune.tasks.images import Array
 
 LAYOUT = "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg (jpg, jpeg or png), or a FILE.npz of packed JPEGs"
-FOLDERS = {"train": "train", "test": "val"}
 SUFFIXES = (".jpg", ".jpeg", ".png")
 PACKED = ("data", "offsets", "labels", "split", "classes")
 """The arrays of a packed file: the bytes of all files, their offsets and the end of the last, the class of each file,
@@ -27,11 +23,6 @@ PACKED = ("data", "offsets", "labels", "split", "classes")
 
 KINDS = {"data": "u", "offsets": "iu", "labels": "iu", "split": "iub"}
 """Allowed numpy kinds of the arrays of numbers."""
-UNREADABLE = (
-    *(OSError, ValueError, EOFError, SyntaxError, RuntimeError, zipfile.BadZipFile, zlib.error, tokenize.TokenError),
-    TypeError,  # a file with a single array instead of several
-)
-"""Errors of numpy for a file that is damaged or not an .npz."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,31 +66,22 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
     """Return the images of each split. Validation images are drawn from the training images, always the same."""
     source = load(data, num_classes)
     train = np.flatnonzero(~source.is_test)
-    if not 0 < num_validation < len(train) - 1:
-        raise GrowpruneError(
-            f"num_validation must leave at least 1 image for validation and 2 for training, got {num_validation}, but "
-            f"{data} has {len(train)} training images"
-        )
-    is_validation = np.zeros(len(train), dtype=bool)
-    is_validation[np.random.default_rng(0).permutation(len(train))[:num_validation]] = True
-    return {
-        "train": train[~is_validation],
-        "validation": train[is_validation],
-        "test": np.flatnonzero(source.is_test),
-    }
+    rest, drawn = cut_validation(len(train), num_validation, data)
+    return {"train": train[rest], "validation": train[drawn], "test": np.flatnonzero(source.is_test)}
 
 
 @functools.cache
-def bad_images(data: str, num_classes: int) -> dict[bool, BadRecords]:
-    """Return the counters of bad images of a source, for training (False) and for test (True)."""
+def report_bad(data: str, num_classes: int) -> Callable[[int, str], None]:
+    """Return a function that counts images that cannot be read, for training and for test apart."""
     source = load(data, num_classes)
     num_test = int(source.is_test.sum())
     train = BadRecords(source.where["train"], len(source.labels) - num_test)
-    return {False: train, True: BadRecords(source.where["test"], num_test, always=1)}
+    test = BadRecords(source.where["test"], num_test, always=1)
+    return lambda index, why: (test if source.is_test[index] else train).skip(source.name(index), why)
 
 
 def _read_folder(data: str, num_classes: int) -> Source:
-    train, test = (find(data, name, layout=LAYOUT) for name in FOLDERS.values())
+    train, test = (find(data, name, layout=LAYOUT) for name in ("train", "val"))
     classes = _class_folders(train)
     _check_classes(f"{data}: train", len(classes), num_classes)
     if foreign := set(_class_folders(test)) - set(classes):
@@ -126,14 +108,7 @@ def _class_folders(split: Path) -> list[str]:
 
 
 def _read_packed(data: str, num_classes: int) -> Source:
-    path = find(data, "", layout=LAYOUT)
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in PACKED}
-    except KeyError as error:
-        raise GrowpruneError(f"{data} has no array {error.args[0]}. A packed file needs {', '.join(PACKED)}") from error
-    except UNREADABLE as error:
-        raise GrowpruneError(f"cannot read {data} ({error}). Expected an .npz with {', '.join(PACKED)}") from error
+    found = read_arrays(find(data, "", layout=LAYOUT), PACKED)
     for name, array in found.items():
         if array.ndim != 1:
             raise GrowpruneError(f"{data}: {name} must have 1 dimension, got {array.ndim}")

@@ -110,7 +110,6 @@ class Detection(ImageTask):
         return multibox_loss(offsets, logits, boxes, labels, default_boxes(images.device))
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
-        """Return the numbers of COCO, in percent."""
         held_out = self.album(split)
         indices = np.arange(len(held_out.scenes))
         batches = np.array_split(indices, -(-len(indices) // self.batch_size))

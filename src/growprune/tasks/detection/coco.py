@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, need
-from growprune.tasks.bad_records import BadRecords, check_split, find
+from growprune.tasks.bad_records import BadRecords, check_split, cut_validation, find
 from growprune.tasks.images import BILINEAR, Array, HeldImages, Pictures, UnreadableImage, opened, read, to_rgb
 
 LAYOUT = (
@@ -45,16 +45,6 @@ class Scene:
     areas: npt.NDArray[np.float64]
     crowds: npt.NDArray[np.bool_]
     """True for a region of many objects, which is ignored in training and in evaluation."""
-
-    @property
-    def columns(self) -> tuple[npt.NDArray[Any], ...]:
-        """The boxes, labels, areas and crowds."""
-        return self.boxes, self.labels, self.areas, self.crowds
-
-    @property
-    def name(self) -> str:
-        """Name of the image in messages."""
-        return f"{self.path.name} (id {self.image_id})"
 
 
 @functools.cache
@@ -92,15 +82,9 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
             raise GrowpruneError(f"{source} has no boxes of single objects in the {name} split. Add annotations")
     if "test" in splits:
         return {"train": splits["train"], "validation": splits["val"], "test": splits["test"]}
-    scenes = splits["train"]
-    if not 0 < num_validation < len(scenes) - 1:
-        raise GrowpruneError(
-            f"task.num_validation must leave at least 1 image for validation and 2 for training, got {num_validation} "
-            f"of the {len(scenes)} training images. {data} has no labelled test split"
-        )
-    drawn = set(np.random.default_rng(0).permutation(len(scenes))[:num_validation].tolist())
-    train = tuple(scene for index, scene in enumerate(scenes) if index not in drawn)
-    return {"train": train, "validation": tuple(scenes[index] for index in sorted(drawn)), "test": splits["val"]}
+    cut = cut_validation(len(splits["train"]), num_validation, f"{data}, which has no labelled test split")
+    train, validation = (tuple(splits["train"][index] for index in indices) for indices in cut)
+    return {"train": train, "validation": validation, "test": splits["val"]}
 
 
 def read_annotations(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]:
@@ -192,21 +176,6 @@ def _row(record: Any, image: dict[str, Any], labels: dict[int, int]) -> tuple[fl
     return (*box, labels[category], area if _is_number(area) else width * height, crowd)
 
 
-def targets(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
-    """Return the objects of scenes without crowds: corners as fractions of the image (N, M, 4), and labels (N, M)."""
-    wanted = [~scene.crowds for scene in scenes]
-    most = max(1, max((int(want.sum()) for want in wanted), default=0))
-    boxes, labels = torch.zeros(len(scenes), most, 4), torch.zeros(len(scenes), most, dtype=torch.int64)
-    for index, (scene, want) in enumerate(zip(scenes, wanted, strict=True)):
-        x, y, width, height = scene.boxes[want].T
-        shares = np.stack(
-            (x / scene.width, y / scene.height, (x + width) / scene.width, (y + height) / scene.height), 1
-        )
-        boxes[index, : len(x)] = torch.from_numpy(shares.clip(0, 1))
-        labels[index, : len(x)] = torch.from_numpy(scene.labels[want])
-    return boxes, labels
-
-
 def _whole(record: Any, field: str) -> int:
     value = record.get(field) if isinstance(record, dict) else None
     if not isinstance(value, int) or isinstance(value, bool):
@@ -241,7 +210,9 @@ def coco_numbers(
     truth = [
         {"image_id": scene.image_id, "bbox": box, "category_id": label, "area": area, "iscrowd": int(crowd)}
         for scene in scenes
-        for box, label, area, crowd in zip(*(c.tolist() for c in scene.columns), strict=True)
+        for box, label, area, crowd in zip(
+            *(column.tolist() for column in (scene.boxes, scene.labels, scene.areas, scene.crowds)), strict=True
+        )
     ]
     claims = [
         {"image_id": scene.image_id, "bbox": box, "score": score, "category_id": int(label), "area": box[2] * box[3]}
@@ -258,7 +229,6 @@ def coco_numbers(
 
 
 def cocoeval() -> Any:
-    """Import COCOeval of pycocotools."""
     return need("pycocotools.cocoeval", "detection", "scoring detections needs pycocotools").COCOeval
 
 
@@ -303,7 +273,16 @@ class Album:
 
     @functools.cached_property
     def targets(self) -> tuple[Tensor, Tensor]:
-        return targets(self.scenes)
+        """The objects of the scenes without crowds: corners as fractions of the image (N, M, 4), and labels (N, M)."""
+        wanted = [~scene.crowds for scene in self.scenes]
+        most = max(1, max((int(want.sum()) for want in wanted), default=0))
+        boxes, labels = torch.zeros(len(self.scenes), most, 4), torch.zeros(len(self.scenes), most, dtype=torch.int64)
+        for index, (scene, want) in enumerate(zip(self.scenes, wanted, strict=True)):
+            start, size = np.split(scene.boxes[want], 2, axis=1)
+            corners = np.hstack((start, start + size)) / (scene.width, scene.height, scene.width, scene.height)
+            boxes[index, : len(size)] = torch.from_numpy(corners.clip(0, 1))
+            labels[index, : len(size)] = torch.from_numpy(scene.labels[want])
+        return boxes, labels
 
     def pictures(
         self, batches: Sequence[Array], device: torch.device, used: Callable[[int], Array] | None = None
@@ -317,12 +296,12 @@ class Album:
         return decode(self.scenes[index])
 
     def _report(self, index: int, why: str) -> None:
-        self._bad.skip(self.scenes[index].name, why)
+        scene = self.scenes[index]
+        self._bad.skip(f"{scene.path.name} (id {scene.image_id})", why)
 
 
 @functools.cache
 def album(data: str, split: str, *, num_classes: int, num_validation: int, workers: int) -> Album:
-    """Return the album of a split."""
     return Album(data, split, load(data, num_classes=num_classes, num_validation=num_validation)[split], workers)
 
 

@@ -14,7 +14,7 @@ from growprune.errors import GrowpruneError
 from growprune.tasks.segmentation import shapenet
 from growprune.tasks.segmentation.pointnet2 import NUM_CENTRES, PointNet2, initialise, scaled
 from growprune.tasks.segmentation.shapenet import NUM_CATEGORIES, NUM_PARTS, Batch
-from growprune.tasks.task import Split, Task
+from growprune.tasks.task import Split, Task, check_fields
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class PartSegmentation(Task):
         for name in ("num_points", "batch_size", "width", "detail", "votes"):
             if not getattr(self, name) > 0:
                 raise GrowpruneError(f"{name} must be > 0, got {getattr(self, name)}")
-        if not 0 <= self.dropout < 1:
-            raise GrowpruneError(f"dropout must be in [0, 1), got {self.dropout}")
+        check_fields(self, least={}, rates=("dropout",))
         if self.num_points < (centres := scaled(NUM_CENTRES[0], self.detail)):
             raise GrowpruneError(
                 f"num_points must be >= {centres}, the number of centres, got {self.num_points}. Or lower detail"

@@ -14,17 +14,8 @@ from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError, need
 from growprune.tasks.task import Split, Task, check_fields, with_channels
-from growprune.tasks.translation.text import (
-    MULTIPLE,
-    Batch,
-    Batches,
-    Pairs,
-    Pieces,
-    load_pieces,
-    load_split,
-    load_training,
-)
-from growprune.tasks.translation.transformer import EOS, PAD, Shape, Transformer, beam_search
+from growprune.tasks.translation.text import MULTIPLE, Batch, Batches, Pieces, load_pieces, load_split, load_training
+from growprune.tasks.translation.transformer import EOS, PAD, Transformer, beam_search
 
 
 @dataclass(frozen=True)
@@ -81,9 +72,7 @@ class Translation(Task):
             raise GrowpruneError(f"source and target must be different languages, got {self.source!r} for both")
 
     def build_model(self) -> nn.Module:
-        rates = (self.dropout, self.attention_dropout, self.relu_dropout)
-        sizes = (self.d_model, self.ffn, self.heads, self.encoder_layers, self.decoder_layers)
-        return Transformer(Shape(self.vocab_size, *sizes, *rates))
+        return Transformer(self)
 
     def narrower(self) -> Sequence[Task]:
         """The task with smaller `d_model`, an even multiple of the same number of heads. `ffn` keeps its ratio."""
@@ -108,7 +97,6 @@ class Translation(Task):
         return (losses.sum(1) * scale).mean()
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Number of target tokens of a batch."""
         return (batch[1][:, 1:] != PAD).sum()
 
     def files(self) -> dict[str, bytes]:
@@ -117,40 +105,30 @@ class Translation(Task):
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         pairs, references = load_split(self.data, self.source, self.target, self.vocab_size, split)
-        model = cast(Transformer, model)
-        translations = self._translate(model, pairs, beam=self.beam if split == "test" else 1, device=device)
-        loss = self._token_loss(model, pairs, device)
-        score = bleu(self.target, self.lowercase).corpus_score(translations, [references]).score
-        return {"bleu": score, "loss": float(loss), "perplexity": float(loss.exp())}
-
-    @property
-    def signature(self) -> str:
-        """The signature of sacreBLEU. Stored in result.json."""
-        counter = bleu(self.target, self.lowercase)
-        counter.corpus_score([""], [[""]])  # the signature needs references
-        return str(counter.get_signature())
-
-    def _translate(self, model: Transformer, pairs: Pairs, *, beam: int, device: torch.device) -> list[str]:
-        pieces = self._pieces()
+        model, pieces = cast(Transformer, model), self._pieces()
         rows: list[list[int]] = [[]] * len(pairs)
-        for indices, (source, _, _) in Batches(pairs, self.max_tokens).in_order(device):
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for indices, (source, target, _) in Batches(pairs, self.max_tokens).in_order(device):
+            total += token_losses(model(source, target[:, :-1]), target[:, 1:]).sum()
             found = beam_search(
                 model,
                 source,
-                beam=beam,
+                beam=self.beam if split == "test" else 1,
                 length_penalty=self.length_penalty,
                 max_length=self.max_length,
                 num_pieces=len(pieces),
             )
             for index, row in zip(indices.tolist(), found.tolist(), strict=True):
                 rows[index] = row
-        return pieces.decode(rows)
+        loss = total / int(pairs.lengths()[1].sum())
+        score = bleu(self.target, self.lowercase).corpus_score(pieces.decode(rows), [references]).score
+        return {"bleu": score, "loss": float(loss), "perplexity": float(loss.exp())}
 
-    def _token_loss(self, model: Transformer, pairs: Pairs, device: torch.device) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for _, (source, target, _) in Batches(pairs, self.max_tokens).in_order(device):
-            total += token_losses(model(source, target[:, :-1]), target[:, 1:]).sum()
-        return total / int(pairs.lengths()[1].sum())
+    @property
+    def signature(self) -> str:
+        counter = bleu(self.target, self.lowercase)
+        counter.corpus_score([""], [[""]])  # the signature needs references
+        return str(counter.get_signature())
 
     def _training(self) -> Batches:
         return load_training(self.data, self.source, self.target, self.vocab_size, self.max_length, self.max_tokens)

@@ -11,40 +11,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+if TYPE_CHECKING:
+    from growprune.tasks.translation import Translation
+
 PAD, BOS, EOS, UNK = range(4)
 """The tokens without text."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes and dropout rates of a Transformer."""
-
-    vocab_size: int
-    d_model: int
-    ffn: int
-    heads: int
-    encoder_layers: int
-    decoder_layers: int
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    relu_dropout: float = 0.0
 
 
 class Transformer(nn.Module):
     """Encoder and decoder. `Decoding` translates token by token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Translation) -> None:
         super().__init__()
-        self.embedding = Embedding(shape.vocab_size, shape.d_model)
-        self.encoder = Stack(shape.d_model, (EncoderLayer(shape) for _ in range(shape.encoder_layers)))
-        self.decoder = Stack(shape.d_model, (DecoderLayer(shape) for _ in range(shape.decoder_layers)))
-        self.dropout = nn.Dropout(shape.dropout)
+        self.embedding = Embedding(task.vocab_size, task.d_model)
+        self.encoder = Stack(task.d_model, (EncoderLayer(task) for _ in range(task.encoder_layers)))
+        self.decoder = Stack(task.d_model, (DecoderLayer(task) for _ in range(task.decoder_layers)))
+        self.dropout = nn.Dropout(task.dropout)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return the logits (B, T, V) of the token after each token of target (B, T). Both may end in padding."""
@@ -90,15 +78,15 @@ class Stack(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention and feed-forward, each with a norm before it and a residual connection."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Translation) -> None:
         super().__init__()
-        self.self_attention_norm = nn.LayerNorm(shape.d_model)
-        self.self_attention = Attention(shape)
-        self.ffn_norm = nn.LayerNorm(shape.d_model)
-        self.fc1 = Linear(shape.d_model, shape.ffn)
-        self.fc2 = Linear(shape.ffn, shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout)
-        self.relu_dropout = nn.Dropout(shape.relu_dropout)
+        self.self_attention_norm = nn.LayerNorm(task.d_model)
+        self.self_attention = Attention(task)
+        self.ffn_norm = nn.LayerNorm(task.d_model)
+        self.fc1 = Linear(task.d_model, task.ffn)
+        self.fc2 = Linear(task.ffn, task.d_model)
+        self.dropout = nn.Dropout(task.dropout)
+        self.relu_dropout = nn.Dropout(task.relu_dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.self_attention_norm(x)
@@ -110,17 +98,17 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention to the source, and feed-forward."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Translation) -> None:
         super().__init__()
-        self.self_attention_norm = nn.LayerNorm(shape.d_model)
-        self.self_attention = Attention(shape)
-        self.cross_attention_norm = nn.LayerNorm(shape.d_model)
-        self.cross_attention = Attention(shape)
-        self.ffn_norm = nn.LayerNorm(shape.d_model)
-        self.fc1 = Linear(shape.d_model, shape.ffn)
-        self.fc2 = Linear(shape.ffn, shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout)
-        self.relu_dropout = nn.Dropout(shape.relu_dropout)
+        self.self_attention_norm = nn.LayerNorm(task.d_model)
+        self.self_attention = Attention(task)
+        self.cross_attention_norm = nn.LayerNorm(task.d_model)
+        self.cross_attention = Attention(task)
+        self.ffn_norm = nn.LayerNorm(task.d_model)
+        self.fc1 = Linear(task.d_model, task.ffn)
+        self.fc2 = Linear(task.ffn, task.d_model)
+        self.dropout = nn.Dropout(task.dropout)
+        self.relu_dropout = nn.Dropout(task.relu_dropout)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Run the layer on whole targets (B, T, C), with the keys and values of the source for this layer."""
@@ -139,13 +127,13 @@ class DecoderLayer(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention. Keys and values are arguments, because decoding stores them."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, task: Translation) -> None:
         super().__init__()
-        self.heads = shape.heads
-        self.attention_dropout = shape.attention_dropout
+        self.heads = task.heads
+        self.attention_dropout = task.attention_dropout
         # Initialised as in fairseq: as one matrix with three times the outputs.
-        self.q, self.k, self.v = (Linear(shape.d_model, shape.d_model, gain=2**-0.5) for _ in range(3))
-        self.out = Linear(shape.d_model, shape.d_model)
+        self.q, self.k, self.v = (Linear(task.d_model, task.d_model, gain=2**-0.5) for _ in range(3))
+        self.out = Linear(task.d_model, task.d_model)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values: (B, S, C) -> twice (B, H, S, D)."""
@@ -269,7 +257,9 @@ def beam_search(
         log_p = decoding.next(beams.newest).float().log_softmax(2)
         must_end, must_go_on = (step >= limits)[:, None, None], (step < lengths.clamp(max=1))[:, None, None]
         is_out = is_no_text | (~is_end & must_end) | (is_end & must_go_on)
-        candidates = best_candidates(beams.scores, log_p.masked_fill(is_out, -torch.inf))
+        scores = beams.scores[:, :, None] + log_p.masked_fill(is_out, -torch.inf)
+        best, places = scores.flatten(1).topk(2 * beam)  # (B, 2 K), best first
+        candidates = best, places // len(tokens), places % len(tokens)  # scores, hypotheses that they continue, tokens
         beams.finish(*candidates, step=step, length_penalty=length_penalty)
         origin = beams.advance(*candidates, step=step)
         if beam > 1:
@@ -277,13 +267,6 @@ def beam_search(
         if step % CHECK_EVERY == CHECK_EVERY - 1 and bool(beams.is_done().all()):
             break
     return beams.best
-
-
-def best_candidates(scores: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best 2 K continuations, best first: scores, the hypotheses that they continue, tokens (B, 2 K)."""
-    beam, vocab_size = log_p.shape[1:]
-    best, places = (scores[:, :, None] + log_p).flatten(1).topk(2 * beam)
-    return best, places // vocab_size, places % vocab_size
 
 
 @dataclass
