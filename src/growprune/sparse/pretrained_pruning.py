@@ -22,6 +22,7 @@ from growprune.masks.ranking import check_finite
 from growprune.plan import prune
 from growprune.plan.settings import check_counts
 from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
+from growprune.sparse.editor import listed
 from growprune.sparse.layer_choice import (
     DAMPENING,
     chosen_in_all,
@@ -213,7 +214,7 @@ class _BlockByBlock:
                     order, never = calibration.look()
                 if never and not by_magnitude:
                     raise GrowpruneError(
-                        f"no calibration input reaches {_listed([w.name for w in never])}: pass batches that do, add "
+                        f"no calibration input reaches {listed(never)}: pass batches that do, add "
                         f"them to keep_dense, or prune them by magnitude with unreached='magnitude'"
                     )
                 for number, block in enumerate(order):
@@ -239,12 +240,12 @@ class _BlockByBlock:
         own.editor.lost = {}
         asked_for = {weight.name for weight in never}
         if lost := [name for name in self._by_magnitude if name not in asked_for]:
-            warn(f"{_listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
+            warn(f"{listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
         if self._not_trained:
-            warn(f"{_listed(self._not_trained)} cannot be called on its own, so it was not reconstructed")
+            warn(f"{listed(self._not_trained)} cannot be called on its own, so it was not reconstructed")
         if self._dampened:
             warn(
-                f"the Hessian of {_listed(list(self._dampened))} could not be inverted, so it was dampened by "
+                f"the Hessian of {listed(self._dampened)} could not be inverted, so it was dampened by "
                 f"{max(self._dampened.values()):.0%} of its mean diagonal; more calibration data may help"
             )
 
@@ -280,7 +281,3 @@ class _BlockByBlock:
             chosen, matrix = sparsegpt_pruned(matrix, alive, factor, kept, pattern)
             write_matrix(matrix.to(values.dtype), values, weight)
         write_matrix(chosen, mask, weight)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
