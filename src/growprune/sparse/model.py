@@ -431,7 +431,14 @@ class SparseModel:
         check_state(state, "masks", "num_edits", "gradients", "settings")
         check_settings(state["settings"], self.decisive, "SparseModel")
         self.check_packed_masks(state["masks"])
-        self.set_packed_masks(state["masks"])
+        for name, stored in self.stored.items():
+            mask = unpack(state["masks"][name], stored.shape, stored.parameter.device)
+            if not torch.equal(mask, stored.mask()):
+                for stepper in self.steppers:
+                    if stepper.state_came_first is False:
+                        stepper.state_came_first = True
+            with self.following(name):
+                stored.set_mask(mask)
         self.resume(state)
         self.enforce()
 
@@ -809,12 +816,14 @@ class SparseModel:
         """
         self.notice_shards()
         tensors = named_tensors(self.model)
-        names = tensors if part is None else set(part.tensors)
-        return {
-            name: _copied(tensor, self.stored.get(name), tensor.device if device is None else device)
-            for name, tensor in tensors.items()
-            if name in names
-        }
+        names, copied = tensors if part is None else set(part.tensors), {}
+        for name, tensor in tensors.items():
+            if name in names:
+                to, stored = tensor.device if device is None else device, self.stored.get(name)
+                values = whole(tensor.detach()) if stored is None else stored.to_live(tensor.detach())
+                mask = None if stored is None else pack(stored.mask()).to(to)
+                copied[name] = (values.to(to, copy=True), mask)
+        return copied
 
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """Restore copied tensors and masks, from any storage.
@@ -854,17 +863,6 @@ class SparseModel:
             )
         for name, stored in self.stored.items():
             check_packed(masks[name], stored.shape)
-
-    def set_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
-        """Load what `packed_masks` returned, once it is checked."""
-        for name, stored in self.stored.items():
-            mask = unpack(masks[name], stored.shape, stored.parameter.device)
-            if not torch.equal(mask, stored.mask()):
-                for stepper in self.steppers:
-                    if stepper.state_came_first is False:
-                        stepper.state_came_first = True
-            with self.following(name):
-                stored.set_mask(mask)
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -1029,12 +1027,6 @@ def _summed(tensor: Tensor) -> Tensor:
     total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
     distributed.all_reduce(total)
     return total
-
-
-def _copied(tensor: Tensor, stored: SparseParameter | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-    if stored is None:
-        return whole(tensor.detach()).to(device, copy=True), None
-    return stored.to_live(tensor.detach()).to(device, copy=True), pack(stored.mask()).to(device)
 
 
 def check_sparse_model(given: object, who: str) -> None:
