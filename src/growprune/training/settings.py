@@ -45,6 +45,9 @@ PartsLike: TypeAlias = int | str | Partition | PartitionConfig | Sequence[Sequen
 """A number of parts, a kind such as "balanced", "balanced(8)" or `growprune.balanced(8)`, a list of lists of names, or
 a `Partition`. None for four parts, or one per layer if there are fewer layers."""
 
+Scorer: TypeAlias = Callable[[SparseModel, By], None]
+"""Computes gradients for a first edit that needs them, by calling `sparse.score`."""
+
 OTHER_WORDS = {"kappa": "parts", "partition": "parts", "steps": "iterations", "max_steps": "iterations"}
 """Words for arguments in the paper and in other libraries."""
 LARGE_MODEL = 1_000_000
@@ -513,19 +516,8 @@ class Resolved:
         """Create the SparseModel. All weights are still live."""
         return SparseModel(model, storage=self.settings.storage, weights=self.weights, **self.sparse_settings())
 
-    def cursor(
-        self,
-        model: nn.Module,
-        *,
-        sparse: SparseModel | None = None,
-        score: Callable[[SparseModel, By], None] | None = None,
-    ) -> Cursor:
-        """Create the SparseModel, and a cursor at the start of the plan.
-
-        Args:
-            sparse: the SparseModel, if there is one already.
-            score: called if the first edit needs gradients; it calls `sparse.score`.
-        """
+    def cursor(self, model: nn.Module, sparse: SparseModel | None, score: Scorer | None) -> Cursor:
+        """Create the SparseModel, if there is none, and a cursor at the start of the plan."""
         made = self.make_sparse(model) if sparse is None else sparse
         before = made.target_sparsity, made.lr_scaling
         made.aim(self.sparsity, self.lr_scaling)
@@ -539,7 +531,7 @@ class Resolved:
         made.train_replicas()
         return cursor
 
-    def new_cursor(self, sparse: SparseModel, score: Callable[[SparseModel, By], None] | None) -> Cursor:
+    def new_cursor(self, sparse: SparseModel, score: Scorer | None) -> Cursor:
         """Create a cursor at the start of the plan."""
         look = None if score is None else functools.partial(score, sparse)
         return Cursor(sparse, self.plan, iterations_per_epoch=self.iterations_per_epoch, score=look)

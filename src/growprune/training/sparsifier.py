@@ -25,7 +25,7 @@ from growprune.sparse.model import SparseModel, check_settings, named_tensors
 from growprune.sparse.stepper import KEEPS_ZEROS, LR_RAMP, check_optimizer, unwrapped
 from growprune.sparse.summary import Summary
 from growprune.storage.masked import is_wrapped
-from growprune.training.settings import BY_DATA, FirstMask, PartsLike, Settings, describe
+from growprune.training.settings import BY_DATA, FirstMask, PartsLike, Scorer, Settings, describe
 
 log = logging.getLogger("growprune")
 
@@ -134,7 +134,7 @@ class Sparsifier:
         iterations: int | None = None,
         iterations_per_epoch: int | None = None,
         remedy: Callable[[int], str] = "iterations={}".format,
-        score: Callable[[SparseModel, By], None] | None = None,
+        score: Scorer | None = None,
         resume: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the model sparse, with all weights live until `begin`. Nothing is changed if anything is refused.
@@ -183,7 +183,7 @@ class Sparsifier:
         self._remedy, self._score, self._optimizers = remedy, score, list[Any]()
         self.description = describe(resolved, self.model)
         """What is pruned, what stays dense and why, and how long, in one line."""
-        self.cursor = resolved.cursor(self.model, sparse=given, score=score)
+        self.cursor = resolved.cursor(self.model, given, score)
         """The place in the plan."""
 
     def begin(self, optimizers: Sequence[Any]) -> None:
