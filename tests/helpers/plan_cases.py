@@ -54,7 +54,7 @@ class ForkCursor(Place):
 
     def _enter_next(self, start: int | None = None) -> ScheduledPhase | None:
         if self.current is not None:
-            self._leave(self.current)
+            self._on_leave(self.current)
             if self.current.returns is not None:
                 self.returned |= returned_by(self.current, self.schedule, self.sparse)
             self._merge_after(self.current)

@@ -135,7 +135,7 @@ def test_grasp_multiplies_the_hessian_with_the_gradient_of_all_losses() -> None:
 def test_what_replicas_score_is_added_up_so_that_all_choose_by_the_same_bits() -> None:
     model = Few(*W)
     sparse = SparseModel(model, sparsity=0.5)
-    sparse.add_up_gradients(lambda mine: mine + torch.tensor([[0.0, 10, 0, 0]]))  # of the other replica
+    sparse.gradients.add_up = lambda mine: mine + torch.tensor([[0.0, 10, 0, 0]])  # of the other replica
     sparse.score(By.GRASP, [model.quadratic(A)])
     assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -32, 1, 2.25]]
     sparse.score(By.SNIP, [model.quadratic(A)])
@@ -304,7 +304,7 @@ def test_replicas_add_their_gradients_up_once_an_iteration() -> None:
     model = Few(1.0, 1.0, 1.0, 1.0)
     sparse = SparseModel(model, sparsity=0.5)
     others = torch.tensor([[0.0, 0.0, 9.0, 9.0]])  # of the other replica
-    sparse.add_up_gradients(lambda total: total + others)
+    sparse.gradients.add_up = lambda total: total + others
     cursor = Cursor(sparse, [Phase(iterations=1), Phase(prune(ALL, to=0.5, by=By.GRADIENT), iterations=1)])
     pass_one(model, cursor.attach(still(model)), model.linear(1, 2, -9, 0))
     assert alive(sparse) == [0, 1, 0, 1]

@@ -335,14 +335,13 @@ def test_two_models_with_one_adam_train_as_with_two(storage: str) -> None:
     assert [sparsifier.is_finished for sparsifier in one[2]] == [True, True]
 
 
-def test_an_optimizer_has_one_hook_before_and_one_after_a_step_until_all_models_are_dense() -> None:
+def test_an_optimizer_has_one_hook_before_and_one_after_a_step() -> None:
     models, (optimizer,), sparsifiers = autoencoders("masked", share=True)
     assert num_step_hooks(optimizer) == (1, 1)
     train_both(models, [optimizer], 20)
     assert num_step_hooks(optimizer) == (1, 1)
     for sparsifier in sparsifiers:
         sparsifier.to_dense_()
-    assert num_step_hooks(optimizer) == (1, 0), "only the hook that refuses steps is left"
     with pytest.raises(gp.GrowpruneError, match=r"to_dense_\(\)"):
         train_both(models, [optimizer], 1)
     again = [prune_further(model, optimizer) for model in models]
@@ -364,12 +363,11 @@ def test_one_of_two_models_can_be_made_sparse_again_with_the_same_optimizer() ->
 
 
 @STORAGES
-def test_hooks_go_with_the_models(storage: str) -> None:
+def test_an_optimizer_outlives_its_models(storage: str) -> None:
     models, (optimizer,), sparsifiers = autoencoders(storage, share=True)
     train_both(models, [optimizer], 2)
     del models, sparsifiers
     gc.collect()
-    assert num_step_hooks(optimizer) == (0, 0)
     optimizer.zero_grad()
     optimizer.step()
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
-from growprune.sparse.pretrained_pruning import prune_by_data
 
 PATTERNS = ["unstructured", "2:4", "1:4", "1x8", "4x1", "2x4"]
 DATA_AWARE = ["sparsegpt", "wanda"]
@@ -297,20 +296,6 @@ def test_both_storages_hold_the_same(by: str) -> None:
     compact.to_dense_()
     for name, tensor in masked.model.state_dict().items():
         torch.testing.assert_close(compact.model.state_dict()[name], tensor)
-
-
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-@pytest.mark.parametrize("by", DATA_AWARE)
-def test_a_sparse_model_is_pruned_further_and_its_dead_stay_dead(by: str, storage: str) -> None:
-    sparse = gp.SparseModel(net(), sparsity=0.8, storage=storage, keep_dense=["head"])
-    sparse.attach(torch.optim.SGD(sparse.model.parameters(), 0.1, momentum=0.9))
-    prune_by_data(sparse, [images()], to=0.5, by=by)
-    before = sparse.masks
-    prune_by_data(sparse, [images()], by=by)
-    assert sparse.is_at_target
-    assert not any((mask & ~before[name]).any() for name, mask in sparse.masks.items())
-    prune_by_data(sparse, [images()], by=by)  # at its target already
-    assert sparse.is_at_target
 
 
 def test_training_files_and_methods_go_on_from_the_masks(tmp_path: Path) -> None:

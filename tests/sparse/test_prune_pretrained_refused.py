@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.sparse import calibration
-from growprune.sparse.pretrained_pruning import prune_by_data
 
 
 def chain(depth: int = 3) -> nn.Sequential:
@@ -135,17 +134,6 @@ def test_a_model_on_the_meta_device() -> None:
 )
 def test_settings_that_do_not_exist_or_do_not_fit(options: dict[str, Any], match: str) -> None:
     refused(chain(), [inputs()], match, **options)
-
-
-def test_the_model_itself_where_its_sparse_model_is_wanted() -> None:
-    with pytest.raises(GrowpruneError, match="prune_by_data needs a SparseModel, got a Sequential"):
-        prune_by_data(chain(), [inputs()])  # type: ignore[arg-type]
-
-
-def test_a_sparser_model_is_not_grown() -> None:
-    sparse = gp.prune_pretrained(chain(), by="magnitude", sparsity=0.8)
-    with pytest.raises(GrowpruneError, match=r"cannot prune 0.weight to sparsity 0\.5"):
-        prune_by_data(sparse, [inputs()], to=0.5)
 
 
 def test_a_batch_that_the_model_cannot_compute() -> None:

@@ -63,7 +63,9 @@ def made(**settings: Any) -> SparseModel:
 def test_a_state_is_refused_by_a_model_that_was_made_otherwise(settings: dict[str, Any], its: str, own: str) -> None:
     sparse, other = made(), made(**settings)
     sparse.prune()
-    with pytest.raises(GrowpruneError, match=f"^the state was saved with {its}, but this SparseModel has {own}: use"):
+    with pytest.raises(
+        GrowpruneError, match=f"^the state was saved with {its}, but this SparseModel has {own}: resume with {its}, or"
+    ):
         other.load_state_dict(sparse.state_dict())
     assert other.num_alive == 64
 

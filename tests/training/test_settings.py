@@ -35,7 +35,7 @@ def asked(method: str, **given: Any) -> Settings:
 
 def cursor_of(settings: Settings, iterations: int) -> Cursor:
     model = make_model()
-    return settings.resolve(model, iterations=iterations, iterations_per_epoch=7).cursor(model)
+    return settings.resolve(model, iterations=iterations, iterations_per_epoch=7).cursor(model, None, None)
 
 
 @pytest.mark.parametrize("iterations", [12, 101])

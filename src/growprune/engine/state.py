@@ -56,7 +56,7 @@ class Place(Cursor):
     def end(self) -> None:
         """Leave the last phase."""
         self.is_over = True
-        self.sparse.set_rule(None)
+        self.sparse.rule = None
         self.sparse.watch(())
 
 

@@ -13,9 +13,9 @@ from growprune.errors import GrowpruneError, warn
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.model import SparseModel, is_replicated
+from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import rng_state, set_rng_state
-from growprune.sparse.stepper import LR_RAMP
+from growprune.sparse.stepper import LR_RAMP, is_replicated
 from growprune.storage.kernels import count_bits
 from growprune.training.settings import PartsLike, Settings
 from growprune.training.sparsifier import Sparsifier
@@ -288,17 +288,9 @@ class Copies:
         self._num_changes = sparse.num_mask_changes
 
     def _all(self, sparse: SparseModel, owners: Iterable[object]) -> list[nn.Module]:
+        """Return the added copies, and modules that are like the model: of its class, with the same names."""
+        model, names = sparse.model, {weight.parameter for weight in sparse.weights}
         values = [value for owner in owners for value in vars(owner).values() if isinstance(value, nn.Module)]
-        return [*self._added, *(copy for value in values for copy in self._copies_in(value, sparse))]
-
-    def _copies_in(self, value: nn.Module, sparse: SparseModel) -> Iterator[nn.Module]:
-        for inner in value.modules() if value is not sparse.model else ():
-            if (self._are_bare or inner is not value) and is_copy(inner, sparse):
-                yield inner
-
-
-def is_copy(module: object, sparse: SparseModel) -> bool:
-    """Whether something is of the class of a model, with the same names, and not the model itself."""
-    if not isinstance(module, type(sparse.model)) or module is sparse.model:
-        return False
-    return {weight.parameter for weight in sparse.weights} <= {name for name, _ in module.named_parameters()}
+        inside = [inner for v in values if v is not model for inner in v.modules() if self._are_bare or inner is not v]
+        alike = [inner for inner in inside if isinstance(inner, type(model)) and inner is not model]
+        return [*self._added, *(inner for inner in alike if names <= dict(inner.named_parameters()).keys())]

@@ -115,7 +115,8 @@ class GrowPrune(SparseCallback, Callback):
             self._copies.check(self.sparse, callbacks_of(trainer))
             if not self._scores_first:
                 self._begin(trainer)
-        place_first(trainer, self)
+        # the first, so that others find what it logs; a new list, since the old one is being called
+        vars(trainer)["callbacks"] = [self, *(other for other in callbacks_of(trainer) if other is not self)]
         for judge, method in judging(trainer):
             call_only_if(functools.partial(self._is_to_judge, trainer), judge, method)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
@@ -308,11 +309,6 @@ def remedy(trainer: Trainer, per_epoch: int | None, iterations: int) -> str:
 
 def callbacks_of(trainer: Any) -> list[Callback]:
     return list(trainer.callbacks)  # which its class does not declare
-
-
-def place_first(trainer: Any, callback: Callback) -> None:
-    """Let a callback be the first, so that others find what it logs; a new list, since the old one is being called."""
-    trainer.callbacks = [callback, *(other for other in trainer.callbacks if other is not callback)]
 
 
 def judging(trainer: Trainer) -> Iterator[tuple[Callback, str]]:

@@ -76,9 +76,13 @@ class Cursor:
         check_sparse_model(sparse, "Cursor")
         self.sparse, self.plan = sparse, plan
         self.schedule = tuple(walk(plan))
-        if not self.takes_forks and any(scheduled.branch is not None for scheduled in self.schedule):
+        if not self.takes_forks and any([scheduled.branch is not None for scheduled in self.schedule]):
             raise GrowpruneError("Cursor trains no branches of a fork, as parallel_gap has them: use `growprune train`")
-        _check(sparse, self.schedule)
+        sparse.check(*{id(part): part for scheduled in self.schedule for part in scheduled.parts}.values())
+        for by in {edit.by for scheduled in self.schedule for edit in scheduled.phase.edits}:
+            sparse.check_by(by)
+        for rule in {scheduled.phase.rule for scheduled in self.schedule if scheduled.phase.rule is not None}:
+            running(rule, sparse)  # raises if it does not fit
         if isinstance(plan, Plan):
             check_plan(sparse, plan)
         self._per_epoch = plain(iterations_per_epoch)
@@ -116,13 +120,17 @@ class Cursor:
 
         Call it with 0 before the first iteration.
         """
-        iteration = _whole(iteration)
-        if iteration < self.iteration:
+        whole = plain(iteration)
+        if isinstance(whole, bool) or not isinstance(whole, int):
+            raise GrowpruneError(
+                f"advance takes the number of iterations that are done, an integer such as 3, got {iteration!r}"
+            )
+        if whole < self.iteration:
             raise GrowpruneError(
                 f"advance({iteration}) goes backwards: {self.iteration} iterations of the plan are done. To go back, "
                 f"load the states of the model and of the cursor from a checkpoint"
             )
-        return self._advance(iteration)
+        return self._advance(whole)
 
     def _advance(self, iteration: int) -> Phase | None:
         self._begin_counting()
@@ -169,7 +177,8 @@ class Cursor:
         """Advance, and reset attached optimizers where a phase restarts."""
         self._advance(iteration)
         if self._is_fresh:
-            self.sparse.reset_optimizers()
+            for optimizer in self.sparse.optimizers():
+                optimizer.state.clear()
 
     def _begin_counting(self) -> None:
         """Start counting iterations. Raise, before anything is done, if the length of a phase is unknown."""
@@ -232,7 +241,7 @@ class Cursor:
     def _enter_next(self, start: int | None = None) -> ScheduledPhase | None:
         """Leave the current phase and enter the next, with its edits; None if there is none."""
         if self.current is not None:
-            self._leave(self.current)
+            self._on_leave(self.current)
         return self._enter_following(start)
 
     def _enter_following(self, start: int | None) -> ScheduledPhase | None:
@@ -245,16 +254,17 @@ class Cursor:
                 raise
         else:
             self.is_over = True
-            self.sparse.set_rule(None)
+            self.sparse.rule = None
             self.sparse.watch(())
         return self.current
 
     def _enter(self, scheduled: ScheduledPhase) -> None:
         try:
             if not (self._is_begun and scheduled.index == 0):
-                for by in {edit.by for edit in scheduled.phase.edits if edit.by.needs_gradients}:
-                    if self._score is not None and not self.sparse.gradients.are_seen(by):
-                        self._score(by)
+                if self._score is not None:
+                    for by in {edit.by for edit in scheduled.phase.edits if edit.by.needs_gradients}:
+                        if not self.sparse.gradients.are_seen(by):
+                            self._score(by)
                 self.sparse.apply(*scheduled.phase.edits)
         except GrowpruneError as error:
             raise GrowpruneError(f"{scheduled}, at iteration {self.start}: {error}") from error
@@ -267,12 +277,9 @@ class Cursor:
         if not self._is_counting:
             self._watch()
 
-    def _leave(self, scheduled: ScheduledPhase) -> None:
-        self._on_leave(scheduled)
-
     def _begin_rule(self, phase: Phase | None) -> None:
         rule = None if phase is None else phase.rule
-        self.sparse.set_rule(None if rule is None else running(rule, self.sparse))
+        self.sparse.rule = None if rule is None else running(rule, self.sparse)
 
     def _place_at(self, scheduled: ScheduledPhase) -> None:
         self.position, self._trail = scheduled.index, onward(self._trail, scheduled)
@@ -333,24 +340,6 @@ class Cursor:
             and functools.reduce(onward, known, "") == state["trail"]
             and (is_end or not state["is_over"])
         )
-
-
-def _whole(iteration: int) -> int:
-    whole = plain(iteration)
-    if isinstance(whole, bool) or not isinstance(whole, int):
-        raise GrowpruneError(
-            f"advance takes the number of iterations that are done, an integer such as 3, got {iteration!r}"
-        )
-    return whole
-
-
-def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:
-    """Raise, before anything is done, if the plan does not fit the model or its storage."""
-    sparse.check(*{id(part): part for scheduled in schedule for part in scheduled.parts}.values())
-    for by in {edit.by for scheduled in schedule for edit in scheduled.phase.edits}:
-        sparse.check_by(by)
-    for rule in {scheduled.phase.rule for scheduled in schedule if scheduled.phase.rule is not None}:
-        running(rule, sparse)
 
 
 def check_plan(own: SparseModel, plan: Plan) -> None:

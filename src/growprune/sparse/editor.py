@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
@@ -35,21 +35,10 @@ if TYPE_CHECKING:
 class Editor:
     """Change masks, and the state of optimizers with them."""
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        stored: Mapping[str, SparseParameter],
-        gradients: Gradients,
-        sparse: SparseModel,
-        *,
-        pattern: Pattern,
-        allocation: str,
-        seed: int,
-        rescale: bool = False,
-        cost_factors: Mapping[str, float],
-    ) -> None:
-        self.weights, self._stored, self._gradients, self._sparse = tuple(weights), stored, gradients, sparse
-        self._pattern, self._allocate, self._seed = pattern, parse_allocation(allocation), seed
+    def __init__(self, sparse: SparseModel, *, rescale: bool, cost_factors: Mapping[str, float]) -> None:
+        self._sparse, self._stored, self._gradients = sparse, sparse.stored, sparse.gradients
+        self.weights, self._pattern, self._seed = sparse.weights, sparse.pattern, sparse.seed
+        self._allocate = parse_allocation(sparse.allocation)
         self.rescales = rescale
         """True if a random mask, which only untrained weights get, keeps activations as large as they were."""
         self.cost_factors = cost_factors
@@ -161,12 +150,12 @@ class Editor:
             most = sum(map(self._pattern.most_alive, pool.weights))
             if _is_wrong_way(edit, pool, now):
                 raise GrowpruneError(
-                    f"cannot {edit.action.value} {_names(pool.weights)} to sparsity {edit.to}: that needs {pool.kept} "
+                    f"cannot {edit.action.value} {listed(pool.weights)} to sparsity {edit.to}: that needs {pool.kept} "
                     f"live weights, but {now} are live; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
                 )
             if pool.kept > most:
                 raise GrowpruneError(
-                    f"cannot {edit}: that needs {pool.kept} live weights in {_names(pool.weights)}, but the pattern "
+                    f"cannot {edit}: that needs {pool.kept} live weights in {listed(pool.weights)}, but the pattern "
                     f"allows at most {most}"
                 )
         return [pool for pool, now in zip(pools, counts, strict=True) if pool.kept != now]
@@ -188,8 +177,6 @@ class Editor:
     # Edits
 
     def apply(self, edit: Edit) -> None:
-        if empty := [w.parameter for w in self.weights if self._stored[w.parameter].parameter.is_meta]:
-            raise GrowpruneError(f"{empty[0]} is on the meta device and has no values: load the model first")
         if edit.by is By.AS_IS:
             self._apply_as_is(edit)
         elif edit.to == 0 and edit.within is None:
@@ -234,7 +221,7 @@ class Editor:
                 remedy = "use initial_mask='magnitude'" if count > pool.kept else "start the plan at a higher sparsity"
                 remedy = "use allocation='global', which counts all layers together" if is_in_all else remedy
                 raise GrowpruneError(
-                    f"initial_mask='as_is' does not fit: {_names(pool.weights)} has {count} live weights, but the plan "
+                    f"initial_mask='as_is' does not fit: {listed(pool.weights)} has {count} live weights, but the plan "
                     f"starts with {pool.kept} (sparsity {edit.to:.4g}); {remedy}"
                 )
 
@@ -271,7 +258,7 @@ class Editor:
         if new := [w for w, least in floors if 0 < left[w.name] == least and w.name not in self._warned_of]:
             self._warned_of |= {weight.name for weight in new}
             warn(
-                f"allocation='global' prunes {_names(new)} to its floor, {float(FLOOR):.0%} of the weights that "
+                f"allocation='global' prunes {listed(new)} to its floor, {float(FLOOR):.0%} of the weights that "
                 f"'uniform' leaves there, because other layers have larger weights (as with higher learning rates): "
                 f"use allocation='erk' or 'uniform', or the same learning rate for all layers"
             )
@@ -281,7 +268,7 @@ class Editor:
         if not (new := [weight for weight in dead if weight.name not in self._warned_of]):
             return
         self._warned_of |= {weight.name for weight in new}
-        layers, it = (f"layer {_names(new)} was", "it") if len(new) == 1 else (f"layers {_names(new)} were", "them")
+        layers, it = (f"layer {listed(new)} was", "it") if len(new) == 1 else (f"layers {listed(new)} were", "them")
         is_ranking = any(len(pool.weights) > 1 and not set(pool.weights).isdisjoint(new) for pool in pools)
         small = "" if is_ranking else f", too small for this sparsity; add {it} to keep_dense"
         warn(f"{layers} pruned to zero weights" + (small or f"; add {it} to keep_dense or use allocation='uniform'"))
@@ -322,12 +309,18 @@ class Editor:
         parameters = [self._stored[weight.parameter].parameter for weight in pool.weights]
         is_wide = torch.float64 in [parameter.dtype for parameter in parameters]
         dtype = torch.float64 if is_wide else torch.float32
-        salts = [salt_of(self._seed, self.num_edits, weight.name) for weight in pool.weights]
         is_by_cost = edit.action is Action.PRUNE and len(pool.weights) > 1
-        factors = [self.cost_factors.get(weight.name, 1.0) if is_by_cost else 1.0 for weight in pool.weights]
         sources = [
-            edit_keys(edit, weight, self._pattern, read=read, salt=salt, dtype=dtype, factor=factor)
-            for weight, salt, factor in zip(pool.weights, salts, factors, strict=True)
+            edit_keys(
+                edit,
+                weight,
+                self._pattern,
+                read=read,
+                salt=salt_of(self._seed, self.num_edits, weight.name),
+                dtype=dtype,
+                factor=self.cost_factors.get(weight.name, 1.0) if is_by_cost else 1.0,
+            )
+            for weight in pool.weights
         ]
         least = pool.least if edit.action is Action.PRUNE else ()
         walks = choose(sources, pool.kept, bits=key_bits_of(edit, dtype), device=parameters[0].device, least=least)
@@ -455,5 +448,7 @@ def _is_wrong_way(edit: Edit, pool: Pool, alive: int) -> bool:
     return pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE)
 
 
-def _names(weights: Sequence[Weight]) -> str:
-    return ", ".join(w.name for w in weights[:3]) + (f" and {len(weights) - 3} more" if len(weights) > 3 else "")
+def listed(named: Iterable[Weight | str]) -> str:
+    """Join the first three names for a message."""
+    names = [one if isinstance(one, str) else one.name for one in named]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -36,7 +36,8 @@ class Gradients:
         """The sums of the current iteration, by parameter."""
         self._ended: dict[str, Tensor] = {}
         """The same of the last complete iteration that was watched: what edits use."""
-        self._averages: dict[str, Tensor] = {}
+        self.averages: dict[str, Tensor] = {}
+        """The moving averages over the iterations of a phase, by parameter."""
         self._passes: dict[str, int] = {}
         """By parameter: the backward pass that its last gradient came from."""
         self._is_hessian = False
@@ -46,7 +47,7 @@ class Gradients:
         self._handles: list[Any] = []
         """Hooks that see a gradient before it is added to the parameter's."""
         self.add_up: Callable[[Tensor], Tensor] | None = None
-        """Adds up a tensor over the replicas of the model, if there are several."""
+        """Adds up a tensor over the replicas of the model, if there are several: all choose the same weights then."""
         self.shares: Any = None
         """If the model is sharded: its sharding.handles.Ranks. Each keeps its part of the gradients, flat."""
 
@@ -122,8 +123,8 @@ class Gradients:
         self._ended = {name: self._ended[name] for name in self._ended if name in of_others} | totals
         for name, total in totals.items() if self._watched is By.MOMENTUM else ():
             total = total if scale is None else total / scale
-            average = self._averages.get(name, torch.zeros_like(total))
-            self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
+            average = self.averages.get(name, torch.zeros_like(total))
+            self.averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
 
     def _over_replicas(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
         return totals if self.add_up is None else {name: self.add_up(total) for name, total in totals.items()}
@@ -132,11 +133,11 @@ class Gradients:
         """True if there are gradients for an edit, from an iteration that an attached optimizer has ended."""
         if by is By.GRASP:
             return self._is_hessian
-        return bool(self._averages) if by is By.MOMENTUM else bool(self._ended) and not self._is_hessian
+        return bool(self.averages) if by is By.MOMENTUM else bool(self._ended) and not self._is_hessian
 
     def scores(self, by: By, name: str) -> Tensor:
         """Return the scores by which an edit ranks a parameter's weights. The sign matters only for GraSP."""
-        found = self._averages if by is By.MOMENTUM else self._ended
+        found = self.averages if by is By.MOMENTUM else self._ended
         parameter = self._parameters[name]
         if not self.are_seen(by):
             self._check_trained(by)
@@ -165,16 +166,11 @@ class Gradients:
 
     def clear(self) -> None:
         """Drop all gradients once the edits that needed them are done."""
-        self._sums, self._ended, self._averages, self._is_hessian = {}, {}, {}, False
+        self._sums, self._ended, self.averages, self._is_hessian = {}, {}, {}, False
 
     def flags(self) -> dict[str, bool]:
         """Return the flags of the state: whether the iteration is over, and whether GraSP's product is stored."""
         return {"is_over": bool(self._ended), "is_hessian": self._is_hessian}
-
-    @property
-    def averages(self) -> dict[str, Tensor]:
-        """Return the moving averages over the iterations of a phase, by parameter."""
-        return dict(self._averages)
 
     def all_shares(self) -> dict[str, Tensor]:
         """Return this process's flat shares of all gradients, by parameter."""
@@ -187,12 +183,12 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Any]:
         sums = {name: self._whole(name, total) for name, total in (self._ended or self._sums).items()}
-        return {"sums": sums, "averages": self.averages, **self.flags()}
+        return {"sums": sums, "averages": dict(self.averages), **self.flags()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clear()
         sums = self._ended if state["is_over"] else self._sums
-        for mine, stored in ((sums, state["sums"]), (self._averages, state["averages"])):
+        for mine, stored in ((sums, state["sums"]), (self.averages, state["averages"])):
             mine |= {name: tensor.to(self._parameters[name].parameter.device) for name, tensor in stored.items()}
         self._is_hessian = state["is_hessian"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.allocation import Pool
 from growprune.masks.layers import Weight, is_normalized
-from growprune.masks.ranking import KeyChunks, choose, edit_keys, salt_of
+from growprune.masks.ranking import choose, edit_keys, salt_of
 from growprune.plan import By, Edit, prune
 from growprune.sparse.model import SparseModel
 
@@ -64,37 +64,31 @@ def sparse_init(
     if (storage := settings.pop("storage", "compact")) != "compact":
         instead = "or create SparseModel(build(), ...) and prune it with by=By.RANDOM"
         raise GrowpruneError(f"sparse_init supports only storage='compact', got {storage!r}: remove it, {instead}")
+    if mesh is None and sharding:
+        raise GrowpruneError(f"sharding={dict(sharding)} needs a mesh to shard over: pass mesh= too")
     with torch.device("meta"):
         model = build()
     settings.setdefault("rescale", not is_normalized(model))
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
-    own = sparse
-    shards = _shards(own, mesh, sharding)
+    shards: Any = None
+    if mesh is not None:
+        from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
+
+        shards = UnitByUnit(sparse, mesh, **(sharding or {}))
+        shards.check_random_state()
     device = torch.device(device) if shards is None else shards.device
-    edit = prune(own.whole, to=own.target_sparsity, by=By.RANDOM)
+    edit = prune(sparse.whole, to=sparse.target_sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
-    for shared in own.editor.pools(edit) if own.target_sparsity > 0 else ():
-        for pool in _one_each(shared, own, edit, device):
+    for shared in sparse.editor.pools(edit) if sparse.target_sparsity > 0 else ():
+        for pool in _one_each(shared, sparse, edit, device):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     for path, module in _fill(model, device, initialise):
-        own.editor.select(pools.get(path, []), edit)
+        sparse.editor.select(pools.get(path, []), edit)
         if shards is not None:
             shards.done(module)
-    own.skip([edit])  # it is done, pool by pool
-    own.notice_shards()
+    sparse.skip([edit])  # it is done, pool by pool
+    sparse.notice_shards()
     return sparse
-
-
-def _shards(own: SparseModel, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> Any:
-    if mesh is None and sharding:
-        raise GrowpruneError(f"sharding={dict(sharding)} needs a mesh to shard over: pass mesh= too")
-    if mesh is None:
-        return None
-    from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
-
-    shards = UnitByUnit(own, mesh, **(sharding or {}))
-    shards.check_random_state()
-    return shards
 
 
 def dense_init(
@@ -120,7 +114,7 @@ def _fill(
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     places = Counter(id(tensor) for _, tensor in named)
-    tied: dict[int, torch.Tensor | None] = {key: None for key, count in places.items() if count > 1}
+    tied: dict[int, Tensor | None] = {key: None for key, count in places.items() if count > 1}
     for path, module in _children_first(model):
         if new := _materialise(module, device, tied):
             initialise(module)
@@ -135,7 +129,7 @@ def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
     yield path, module
 
 
-def _materialise(module: nn.Module, device: torch.device, tied: dict[int, torch.Tensor | None]) -> list[str]:
+def _materialise(module: nn.Module, device: torch.device, tied: dict[int, Tensor | None]) -> list[str]:
     """Allocate a module's own tensors, tied ones once. Return the names of the new ones."""
     new_names = []
     for tensors in (module._parameters, module._buffers):
@@ -175,22 +169,23 @@ def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
             )
 
 
-def _one_each(pool: Pool, own: SparseModel, edit: Edit, device: torch.device) -> list[Pool]:
+def _one_each(pool: Pool, sparse: SparseModel, edit: Edit, device: torch.device) -> list[Pool]:
     """Split a pool into one pool per weight, with the counts that a ranking of all together results in.
 
     Random keys depend only on positions, so they can be ranked before the weights exist, a few at a time.
     """
     if len(pool.weights) == 1:
         return [pool]
-    sources = [_random_keys(weight, own, edit, device) for weight in pool.weights]
+
+    def read(weight: Weight) -> tuple[Tensor, Tensor]:
+        everything = torch.ones((), dtype=torch.bool, device=device).expand(weight.shape)  # takes no memory
+        return everything, everything
+
+    salts = [salt_of(sparse.seed, sparse.editor.num_edits, weight.name) for weight in pool.weights]
+    sources = [
+        edit_keys(edit, weight, sparse.pattern, read=read, salt=salt, dtype=torch.float32)
+        for weight, salt in zip(pool.weights, salts, strict=True)
+    ]
     walks = choose(sources, pool.kept, device=device, least=pool.least)
     counts = [sum(int(torch.count_nonzero(chosen)) for chosen in walk) for walk in walks]
     return [Pool((weight,), count) for weight, count in zip(pool.weights, counts, strict=True)]
-
-
-def _random_keys(weight: Weight, own: SparseModel, edit: Edit, device: torch.device) -> KeyChunks:
-    """Return the keys of a weight's groups, all live, for a random edit."""
-    everything = torch.ones((), dtype=torch.bool, device=device).expand(weight.shape)  # takes no memory
-    salt = salt_of(own.seed, own.editor.num_edits, weight.name)
-    read = (everything, everything)
-    return edit_keys(edit, weight, own.pattern, read=lambda weight: read, salt=salt, dtype=torch.float32)

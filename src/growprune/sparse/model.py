@@ -35,7 +35,7 @@ from growprune.plan.settings import (
     check_state,
     parse_lr_scaling,
 )
-from growprune.sparse.editor import Editor
+from growprune.sparse.editor import Editor, listed
 from growprune.sparse.flops import cost_factors
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.stepper import (
@@ -46,10 +46,7 @@ from growprune.sparse.stepper import (
     Stepper,
     check_optimizer,
     check_rates,
-    follows,
-    live_state,
-    load_live_state,
-    reshaped,
+    is_replicated,
     stepper_of,
     unwrapped,
     watch_optimizers,
@@ -59,6 +56,7 @@ from growprune.storage import Masked, SparseParameter, make_plain, store
 from growprune.storage.adapters import stored_in
 from growprune.storage.compact import layouts_of
 from growprune.storage.compact_layers import LAYOUTS
+from growprune.storage.masked import is_wrapped, plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +81,7 @@ class Masks(dict[str, Tensor]):
 def sparse_model_of(model: nn.Module) -> SparseModel | None:
     """Return the SparseModel that a model owns, or None."""
     owned = vars(model).get(OWNED)
-    return None if owned is None else owned.sparse
+    return owned.sparse if isinstance(owned, _Owned) else None
 
 
 class SparseModel:
@@ -148,7 +146,7 @@ class SparseModel:
             self.pattern.check(weight, self.target_sparsity)
         self.cost_power = parse_cost_power(cost_power, self.allocation)
         factors = cost_factors(model, example, self.weights, self.cost_power) if self.cost_power else {}
-        parameters = dict.fromkeys(weight.parameter for weight in self.weights)
+        parameters = dict.fromkeys([weight.parameter for weight in self.weights])
         before = {id(other): other for name in parameters if (other := _owner(model.get_parameter(name))) is not None}
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
@@ -158,17 +156,7 @@ class SparseModel:
             other._let_go("another SparseModel was created from the same weights: use that one")
         self.whole = Part("all", tuple(self.stored))
         self.gradients = Gradients(self.stored)
-        self.editor = Editor(
-            self.weights,
-            self.stored,
-            self.gradients,
-            self,
-            pattern=self.pattern,
-            allocation=self.allocation,
-            seed=self.seed,
-            rescale=rescale,
-            cost_factors=factors,
-        )
+        self.editor = Editor(self, rescale=rescale, cost_factors=factors)
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
         """Those of the optimizers that train the model."""
         self.cursor: Cursor | None = None
@@ -204,16 +192,13 @@ class SparseModel:
         *,
         sparsity: float | None = None,
         allocation: str = "global",
-        pattern: str | Pattern = "unstructured",
-        keep_dense: Iterable[str] = (),
-        include: Iterable[str] = (),
         **settings: Any,
     ) -> SparseModel:
         """Create a SparseModel from a model that is already sparse, such as a pruned checkpoint; its zeros stay pruned.
 
         Args:
             sparsity: the target fraction of zeros; by default the fraction that the model has.
-            settings: further arguments of `SparseModel`; those named here mean the same as there.
+            settings: further arguments of `SparseModel`.
 
         A dense model is an error. Live weights that happen to be zero count as pruned.
 
@@ -223,21 +208,13 @@ class SparseModel:
             >>> SparseModel.from_zeros(layer).num_alive
             2
         """
-        pattern = parse_pattern(pattern)
-        keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+        settings |= {name: as_names(settings.get(name, ()), name) for name in ("keep_dense", "include")}
+        pattern = parse_pattern(settings.get("pattern", "unstructured"))
         check_model(model)
-        weights = prunable_weights(model, keep_dense=keep_dense, include=include)
+        weights = prunable_weights(model, keep_dense=settings["keep_dense"], include=settings["include"])
         masks = masks_of_zeros(model.get_parameter, weights, pattern)
         found = check_sparse(weights, masks, pattern)
-        sparse = cls(
-            model,
-            found if sparsity is None else sparsity,
-            allocation=allocation,
-            pattern=pattern,
-            keep_dense=keep_dense,
-            include=include,
-            **settings,
-        )
+        sparse = cls(model, found if sparsity is None else sparsity, allocation=allocation, **settings)
         for name, mask in masks.items():
             sparse.stored[name].set_mask(mask)
         return sparse
@@ -277,6 +254,8 @@ class SparseModel:
         self.restore_groups()
         self.notice_shards()
         self.check(*[edit.part for edit in edits])
+        if empty := [name for name, p in self.model.named_parameters() if p.is_meta and name in self.stored]:
+            raise GrowpruneError(f"{empty[0]} is on the meta device and has no values: load the model first")
         self.enforce()  # someone may have written to dead weights, and what grows must start from zero
         for edit in edits:
             self.editor.apply(edit)
@@ -358,7 +337,29 @@ class SparseModel:
         copy may be wrapped, as by AveragedModel. A compact copy keeps the mask that it was copied with; copy the model
         again after an edit.
         """
-        mask_copy(copy, self.stored)
+        inner, dense = _named_alike(copy, self.stored), []
+        for name, own in self.stored.items():  # all, before any is changed
+            path, _, local = name.rpartition(".")
+            layout = layouts_of(inner.get_submodule(path)).get(local)
+            shape = inner.get_parameter(name).shape if layout is None else layout.shape
+            if shape != own.shape:
+                raise GrowpruneError(
+                    f"{name} has shape {tuple(shape)} in the copy, but {tuple(own.shape)} in the model: pass a copy of "
+                    f"the same model"
+                )
+            if layout is None:
+                dense.append((inner.get_submodule(path), local, own))
+            elif not torch.equal(layout.mask().cpu(), own.mask().cpu()):
+                raise GrowpruneError(
+                    f"{name} of the copy is compact and has another mask: copy the model again after edits"
+                )
+        with torch.no_grad():
+            for module, local, own in dense:
+                target = module.get_parameter(local)
+                mask = own.mask().to(target.device)
+                target.copy_(torch.where(mask, target, 0))
+                if (stored := stored_in(module).get(local)) is not None:
+                    stored.set_mask(mask)  # so that it trains what lives now
 
     def to_dense_(self) -> nn.Module:
         """Turn the model back into a plain module with zeros, for pickling, tracing and export. Returns the model.
@@ -394,7 +395,7 @@ class SparseModel:
         memo[id(self.steppers)] = weakref.WeakSet()
         state = {name: value for name, value in vars(self).items() if name not in ("_handles", "_waiting")}
         vars(clone).update(copy.deepcopy(state, memo) | {"_handles": [], "_waiting": None, "_is_replicated": False})
-        if not clone.is_released:
+        if not clone._gone:
             clone._own()
         return clone
 
@@ -428,9 +429,16 @@ class SparseModel:
         self.restore_groups()
         self.notice_shards()
         check_state(state, "masks", "num_edits", "gradients", "settings")
-        check_settings(state["settings"], self.decisive)
+        check_settings(state["settings"], self.decisive, "SparseModel")
         self.check_packed_masks(state["masks"])
-        self.set_packed_masks(state["masks"])
+        for name, stored in self.stored.items():
+            mask = unpack(state["masks"][name], stored.shape, stored.parameter.device)
+            if not torch.equal(mask, stored.mask()):
+                for stepper in self.steppers:
+                    if stepper.state_came_first is False:
+                        stepper.state_came_first = True
+            with self.following(name):
+                stored.set_mask(mask)
         self.resume(state)
         self.enforce()
 
@@ -495,7 +503,7 @@ class SparseModel:
         self.check_zeros()
         return summarise(self, example)
 
-    # For the other packages of growprune. They call these methods, and write to none of the attributes.
+    # For the other packages of growprune.
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Load what a state has besides masks."""
@@ -504,10 +512,8 @@ class SparseModel:
 
     def notice_shards(self) -> None:
         """Find out what FSDP2 has sharded since the last call. All ranks of a sharded model must call this together."""
-        for name, stored in self.stored.items():
-            parameter = stored.module._parameters.get(name.rpartition(".")[2])
-            if hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "ds_id"):  # another library has taken it
-                check_parameter(name, parameter)
+        parameters = [(name, s.module._parameters.get(name.rpartition(".")[2])) for name, s in self.stored.items()]
+        check_parameters(parameters)
         if self.ranks is not None or is_fsdp2(self.model.modules()):
             from growprune import sharding  # FSDP2 takes a second to load
 
@@ -538,11 +544,6 @@ class SparseModel:
         """Raise if this storage does not support a criterion."""
         if by in (By.MOMENTUM, By.GRASP) and self.storage == "compact":
             raise GrowpruneError(f"by={by.value} needs dense tensors of all weights: use storage='masked'")
-
-    @property
-    def is_released(self) -> bool:
-        """True after `to_dense_`, or when another SparseModel owns the weights."""
-        return bool(self._gone)
 
     def check_not_released(self) -> None:
         if self._gone:
@@ -647,11 +648,12 @@ class SparseModel:
         """Set pruned weights to exactly zero, and the state with the shape of its parameter in some optimizers."""
         if self.storage != "masked":
             return  # dead weights are not stored
-        parameters = [stored.parameter for stored in trained.values()]
-        tensors: list[list[Tensor]] = [[] if only_state else [parameter] for parameter in parameters]
-        if optimizers:
-            tensors = [own + _state_like(p, optimizers) for own, p in zip(tensors, parameters, strict=True)]
-        Masked.enforce(list(zip(trained.values(), tensors, strict=True)))
+        pairs: list[tuple[SparseParameter, list[Tensor]]] = []
+        for stored in trained.values():
+            parameter = stored.parameter
+            state = _state_like(parameter, optimizers) if optimizers else []
+            pairs.append((stored, state if only_state else [parameter, *state]))
+        Masked.enforce(pairs)
 
     @contextmanager
     def following(self, name: str) -> Iterator[SparseParameter]:
@@ -665,7 +667,7 @@ class SparseModel:
             Masked.enforce([(stored, _state_like(old, optimizers))])  # the weight itself is zero already
             return
         holding = [optimizer for optimizer in optimizers if old in optimizer.state]
-        dense = {o: reshaped(o.state[old], old.shape, stored.to_dense) for o in holding}
+        dense = {o: _reshaped(o.state[old], old.shape, stored.to_dense) for o in holding}
         yield stored
         new = stored.parameter
         OWNERS[old], OWNERS[new] = None, weakref.ref(self)
@@ -676,8 +678,8 @@ class SparseModel:
                 group["params"] = [new if p is old else p for p in group["params"]]
             if optimizer not in dense:
                 continue
-            if follows(optimizer, optimizer.state.pop(old), old):
-                optimizer.state[new] = reshaped(dense[optimizer], stored.shape, stored.from_dense)
+            if _follows(optimizer, optimizer.state.pop(old), old):
+                optimizer.state[new] = _reshaped(dense[optimizer], stored.shape, stored.from_dense)
             elif not self._has_warned:
                 self._has_warned = True
                 warn(
@@ -685,18 +687,42 @@ class SparseModel:
                     f"reset, as for every edited weight: use storage='masked' to keep it"
                 )
 
-    def reset_optimizers(self) -> None:
-        """Clear the state of all optimizers."""
-        for optimizer in self.optimizers():
-            optimizer.state.clear()
-
     def live_state(self, optimizer: Any, device: torch.device | str | None = None) -> dict[str, Any]:
-        """Return an optimizer's state with the entries of live weights only."""
-        return live_state(self.stored, unwrapped(optimizer), device)
+        """Return the state of an optimizer with the entries of live weights only.
+
+        Quantized state is kept whole, because converting it back would round it again.
+
+        Args:
+            device: the device of state with the shape of a parameter; by default it stays where it is.
+        """
+
+        def take(one: SparseParameter | None, parameter: Tensor, entry: Tensor) -> Tensor:
+            if entry.shape != parameter.shape:
+                return entry
+            if one is None:
+                entry = whole(entry)
+            elif not is_wrapped(entry):
+                entry = one.to_live(entry)
+            return entry if device is None else entry.to(device)
+
+        inner = unwrapped(optimizer)
+        return _converted(self.stored, inner, inner.state_dict(), take)
 
     def load_live_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Load what `live_state` returned, from any storage."""
-        load_live_state(self.stored, unwrapped(optimizer), state)
+
+        def put(one: SparseParameter | None, parameter: Tensor, entry: Tensor) -> Tensor:
+            if one is None:
+                return like(parameter, entry) if entry.shape == parameter.shape else entry
+            if is_wrapped(entry):
+                if entry.shape == parameter.shape:
+                    return entry
+                if entry.shape == one.shape:  # of masked storage, but this is compact
+                    return one.from_dense(plain(entry).to(parameter.device))
+            return one.from_live(plain(entry)) if entry.shape == (one.num_alive(),) else entry
+
+        inner = unwrapped(optimizer)
+        inner.load_state_dict(_converted(self.stored, inner, state, put))
 
     def densities(self) -> dict[str, float]:
         """Return the density of each prunable parameter, by name."""
@@ -725,9 +751,6 @@ class SparseModel:
     def begin(self, cursor: Cursor | None) -> None:
         """Carry out the plan of a cursor from now on, instead of any other."""
         self.cursor, self._waiting = cursor, None
-
-    def set_rule(self, rule: RunningRule | None) -> None:
-        self.rule = rule
 
     def skip(self, edits: Sequence[Edit]) -> None:
         """Record edits that are applied elsewhere, so that later ones draw the same random numbers everywhere."""
@@ -761,14 +784,10 @@ class SparseModel:
 
     # Processes that train replicas
 
-    def add_up_gradients(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Sum the gradients that edits use over the replicas of the model, so that all choose the same weights."""
-        self.gradients.add_up = add_up
-
     def train_replicas(self) -> None:
         """Make all processes choose the same weights, and compare their masks before each step after a change."""
         if is_replicated() and self.ranks is None:  # those of a sharded model are summed already
-            self.add_up_gradients(_summed)
+            self.gradients.add_up = _summed
             self._is_replicated = True
 
     def _compare_masks(self) -> None:
@@ -797,12 +816,14 @@ class SparseModel:
         """
         self.notice_shards()
         tensors = named_tensors(self.model)
-        names = tensors if part is None else set(part.tensors)
-        return {
-            name: _copied(tensor, self.stored.get(name), tensor.device if device is None else device)
-            for name, tensor in tensors.items()
-            if name in names
-        }
+        names, copied = tensors if part is None else set(part.tensors), {}
+        for name, tensor in tensors.items():
+            if name in names:
+                to, stored = tensor.device if device is None else device, self.stored.get(name)
+                values = whole(tensor.detach()) if stored is None else stored.to_live(tensor.detach())
+                mask = None if stored is None else pack(stored.mask()).to(to)
+                copied[name] = (values.to(to, copy=True), mask)
+        return copied
 
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """Restore copied tensors and masks, from any storage.
@@ -843,17 +864,6 @@ class SparseModel:
         for name, stored in self.stored.items():
             check_packed(masks[name], stored.shape)
 
-    def set_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
-        """Load what `packed_masks` returned, once it is checked."""
-        for name, stored in self.stored.items():
-            mask = unpack(masks[name], stored.shape, stored.parameter.device)
-            if not torch.equal(mask, stored.mask()):
-                for stepper in self.steppers:
-                    if stepper.state_came_first is False:
-                        stepper.state_came_first = True
-            with self.following(name):
-                stored.set_mask(mask)
-
     @property
     def decisive(self) -> dict[str, Any]:
         """The settings that decide which weights later edits choose. A state is loaded only if they are equal."""
@@ -868,19 +878,18 @@ class SparseModel:
 
     def _own(self) -> None:
         """Let the model own this object, and have it check what is loaded into it."""
-        vars(self.model)[OWNED] = _Owned(self)
+        owned: Any = _Owned(self)
+        vars(self.model)[OWNED] = owned
         layers = {id(stored.module): stored.module for stored in self.stored.values()}
         for module in {id(self.model): self.model, **layers}.values():
-            check: Any = _LoadCheck(self)
-            self._handles.append(module.register_load_state_dict_pre_hook(check))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(owned))  # type: ignore[no-untyped-call]
         OWNERS.num_models += 1
         self._own_parameters()
         watch_optimizers()
 
     def _own_parameters(self) -> None:
         for stored in self.stored.values():
-            if _owner(stored.parameter) is not self:
-                OWNERS[stored.parameter] = weakref.ref(self)
+            OWNERS[stored.parameter] = weakref.ref(self)
             stored.hook_gradients()
 
     def _let_go(self, reason: str, *, step: str = "") -> None:
@@ -913,34 +922,19 @@ class SparseModel:
 
 
 class _Owned:
-    """What a model holds its SparseModel by. Copies and pickles of the model leave it behind."""
+    """What a model holds its SparseModel by, and a hook that checks state dicts before anything is loaded.
+
+    Copies and pickles of the model get a function that does nothing instead.
+    """
 
     def __init__(self, sparse: SparseModel) -> None:
         self.sparse = sparse
 
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-class _LoadCheck:
-    """Refuse a state dict whose weights disagree with the masks, before anything is loaded: a hook of modules.
-
-    Copies and pickles of the module get a function that does nothing instead.
-    """
-
-    def __init__(self, sparse: SparseModel) -> None:
-        self._sparse = weakref.ref(sparse)
-
     def __call__(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: object
     ) -> None:
-        sparse = self._sparse()
-        if sparse is None:
-            return
-        if sparse.storage == "masked" and metadata.get("assign_to_params_buffers"):
+        """Refuse weights that disagree with the masks."""
+        if self.sparse.storage == "masked" and metadata.get("assign_to_params_buffers"):
             raise GrowpruneError(
                 "load_state_dict(assign=True) would replace the weights of a sparse model by others, which have no "
                 "masks and which no optimizer trains: use assign=False"
@@ -983,6 +977,42 @@ def _state_like(parameter: Tensor, optimizers: Iterable[torch.optim.Optimizer]) 
     return found
 
 
+def _converted(
+    stored: Mapping[str, SparseParameter],
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    convert: Callable[[SparseParameter | None, Tensor, Tensor], Tensor],
+) -> dict[str, Any]:
+    """Convert the tensors of a state, given how their parameter is stored (if sparse), and the parameter."""
+    of_id = {id(one.parameter): one for one in stored.values()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    converted = {}
+    for index, entries in state["state"].items():
+        parameter = parameters[index]
+        one = of_id.get(id(parameter))
+        converted[index] = {
+            name: convert(one, parameter, entry) if isinstance(entry, Tensor) else entry
+            for name, entry in entries.items()
+        }
+    return {**state, "state": converted}
+
+
+def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Convert those tensors of a parameter's state that have a given shape. Quantized ones become plain."""
+    return {
+        name: convert(entry if type(entry) is Tensor else plain(entry))
+        if isinstance(entry, Tensor) and entry.shape == torch.Size(shape)
+        else entry
+        for name, entry in entries.items()
+    }
+
+
+def _follows(optimizer: torch.optim.Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
+    """True if state can move to a parameter of another shape: not if it belongs to rows and columns."""
+    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
+    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)
+
+
 def _owner(parameter: Tensor) -> SparseModel | None:
     reference = OWNERS.get(parameter)
     found: SparseModel | None = None if reference is None else reference()
@@ -990,8 +1020,7 @@ def _owner(parameter: Tensor) -> SparseModel | None:
 
 
 def _listed(wrong: Mapping[str, int]) -> str:
-    names = ", ".join(list(wrong)[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    return f"{sum(wrong.values()):,} weights of {names} are"
+    return f"{sum(wrong.values()):,} weights of {listed(wrong)} are"
 
 
 def _summed(tensor: Tensor) -> Tensor:
@@ -1000,50 +1029,12 @@ def _summed(tensor: Tensor) -> Tensor:
     return total
 
 
-def is_replicated() -> bool:
-    """True if several processes train together."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _copied(tensor: Tensor, stored: SparseParameter | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-    if stored is None:
-        return whole(tensor.detach()).to(device, copy=True), None
-    return stored.to_live(tensor.detach()).to(device, copy=True), pack(stored.mask()).to(device)
-
-
 def check_sparse_model(given: object, who: str) -> None:
     """Raise if the argument is not a SparseModel, such as the model itself."""
     if not isinstance(given, SparseModel):
         has_one = isinstance(getattr(given, "sparse", None), SparseModel)
         remedy = "give its attribute .sparse" if has_one else "create one with SparseModel(model, sparsity=0.9)"
         raise GrowpruneError(f"{who} needs a SparseModel, got a {type(given).__name__}: {remedy}")
-
-
-def mask_copy(copy: nn.Module, parameters: Mapping[str, SparseParameter]) -> None:
-    """Apply the masks of a model's prunable parameters, given by name, to a copy of the model."""
-    inner, dense = _named_alike(copy, parameters), []
-    for name, parameter in parameters.items():  # all, before any is changed
-        path, _, local = name.rpartition(".")
-        layout = layouts_of(inner.get_submodule(path)).get(local)
-        shape = inner.get_parameter(name).shape if layout is None else layout.shape
-        if shape != parameter.shape:
-            raise GrowpruneError(
-                f"{name} has shape {tuple(shape)} in the copy, but {tuple(parameter.shape)} in the model: pass a copy "
-                f"of the same model"
-            )
-        if layout is None:
-            dense.append((inner.get_submodule(path), local, parameter))
-        elif not torch.equal(layout.mask().cpu(), parameter.mask().cpu()):
-            raise GrowpruneError(
-                f"{name} of the copy is compact and has another mask: copy the model again after edits"
-            )
-    with torch.no_grad():
-        for module, local, parameter in dense:
-            target = module.get_parameter(local)
-            mask = parameter.mask().to(target.device)
-            target.copy_(torch.where(mask, target, 0))
-            if (stored := stored_in(module).get(local)) is not None:
-                stored.set_mask(mask)  # so that it trains what lives now
 
 
 def _named_alike(copy: nn.Module, parameters: Mapping[str, SparseParameter]) -> nn.Module:
@@ -1076,34 +1067,34 @@ def check_model(model: nn.Module, *, storage: str | None = None) -> None:
         from growprune import sharding  # FSDP2 takes a second to load
 
         sharded = sharding.sharded_names(model, storage)
-    for path, module in model.named_modules():
-        homes = {home for kind in type(module).__mro__ for home in (kind.__module__, kind.__module__.split(".")[0])}
-        if "torch.distributed.fsdp.fully_sharded_data_parallel" in homes:
-            raise GrowpruneError(f"FSDP1 (FullyShardedDataParallel) flattens weights and loses sparse ones: {INSTEAD}")
-        if "deepspeed" in homes:
-            raise GrowpruneError(f"DeepSpeed cannot train a sparse model: {INSTEAD}")
-        if vars(module).get(LAYOUTS):  # also while all weights are live
-            raise GrowpruneError(
-                f"{path or 'the model'} already belongs to another SparseModel (storage='compact'): call its "
-                f"to_dense_() first, or use a new model"
-            )
+    homes = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    if "torch.distributed.fsdp.fully_sharded_data_parallel" in homes:
+        raise GrowpruneError(f"FSDP1 (FullyShardedDataParallel) flattens weights and loses sparse ones: {INSTEAD}")
+    if "deepspeed" in {home.split(".")[0] for home in homes}:
+        raise GrowpruneError(f"DeepSpeed cannot train a sparse model: {INSTEAD}")
+    if compact := [path for path, module in model.named_modules() if vars(module).get(LAYOUTS)]:
+        raise GrowpruneError(
+            f"{compact[0] or 'the model'} already belongs to another SparseModel (storage='compact'): call its "
+            f"to_dense_() first, or use a new model"
+        )
+    check_parameters(model.named_parameters())
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") and name not in sharded:
             raise GrowpruneError(
                 f"{name} is already sharded (it is a DTensor): create the SparseModel from the plain model, then shard "
                 f"it"
             )
-        check_parameter(name, parameter)
         if is_lazy(parameter):
             raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
 
 
-def check_parameter(name: str, parameter: Any) -> None:
+def check_parameters(parameters: Iterable[tuple[str, Any]]) -> None:
     """Raise if FSDP1 or DeepSpeed has taken over a parameter."""
-    if getattr(parameter, "_fsdp_flattened", False):
-        raise GrowpruneError(f"{name} was flattened by FSDP1 (FullyShardedDataParallel): {INSTEAD}")
-    if hasattr(parameter, "ds_id"):
-        raise GrowpruneError(f"{name} belongs to DeepSpeed's ZeRO, which cannot train a sparse model: {INSTEAD}")
+    for name, parameter in parameters:
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise GrowpruneError(f"{name} was flattened by FSDP1 (FullyShardedDataParallel): {INSTEAD}")
+        if hasattr(parameter, "ds_id"):
+            raise GrowpruneError(f"{name} belongs to DeepSpeed's ZeRO, which cannot train a sparse model: {INSTEAD}")
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -1111,19 +1102,20 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def check_settings(saved: Mapping[str, object], mine: Mapping[str, object]) -> None:
-    """Raise if a state was saved with other settings, because later edits would then differ.
+def check_settings(saved: Mapping[str, object], mine: Mapping[str, object], who: str) -> None:
+    """Raise if a state was saved with other settings, because later edits would then differ. Any storage is allowed.
 
     Args:
         saved: the settings in the state.
+        who: the class that loads it, for the error.
     """
     check_state(saved, *mine)
-    if differing := [name for name, value in mine.items() if saved[name] != value]:
+    if differing := [name for name, value in mine.items() if saved[name] != value and name != "storage"]:
         its, own = (
             ", ".join(f"{name}={shorten(repr(given[name]), MAX_VALUE)}" for name in differing)
             for given in (saved, mine)
         )
         raise GrowpruneError(
-            f"the state was saved with {its}, but this SparseModel has {own}: use the same settings, or load only "
-            f"weights and masks, with growprune.save and growprune.load"
+            f"the state was saved with {its}, but this {who} has {own}: resume with {its}, or load only weights and "
+            f"masks, with growprune.save and growprune.load"
         )

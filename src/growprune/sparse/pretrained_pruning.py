@@ -22,6 +22,7 @@ from growprune.masks.ranking import check_finite
 from growprune.plan import prune
 from growprune.plan.settings import check_counts
 from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
+from growprune.sparse.editor import listed
 from growprune.sparse.layer_choice import (
     DAMPENING,
     chosen_in_all,
@@ -31,7 +32,7 @@ from growprune.sparse.layer_choice import (
     wanda_mask,
     write_matrix,
 )
-from growprune.sparse.model import SparseModel, check_model, check_sparse_model
+from growprune.sparse.model import SparseModel, check_model
 from growprune.sparse.reconstruction import checked_sizes, reconstruct, recorded, without_caches
 
 CRITERIA = ("sparsegpt", "wanda", "magnitude")
@@ -100,40 +101,15 @@ def prune_pretrained(
         keep_dense=keep_dense,
         **settings,
     )
-    how: dict[str, Any] = {"ranked": ranked, "unreached": unreached, "reconstruct": reconstruct, "progress": progress}
     for step in range(1, steps + 1):
         to = sparse.target_sparsity if step == steps else 1 - (1 - sparse.target_sparsity) ** (step / steps)
-        prune_by_data(sparse, batches, to=to, by=by, forward=forward, **how)
+        if batches is None:
+            sparse.prune(to=to)
+        elif kept := _counts(sparse, to):
+            _BlockByBlock(sparse, kept, by=by, by_row=ranked == "row", reconstruct=reconstruct).run(
+                batches, forward, by_magnitude=unreached == "magnitude", progress=progress
+            )
     return sparse
-
-
-def prune_by_data(
-    sparse: SparseModel,
-    batches: Iterable[Any] | None = None,
-    *,
-    to: float | None = None,
-    by: str = "sparsegpt",
-    forward: Forward | None = None,
-    ranked: str = "row",
-    unreached: str = "error",
-    reconstruct: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Prune a SparseModel as `prune_pretrained` does, and update the state of attached optimizers.
-
-    Args:
-        to: the fraction of zeros; by default the target of the SparseModel. The other arguments are those of
-            `prune_pretrained`.
-    """
-    check_sparse_model(sparse, "prune_by_data")
-    own, to = sparse, sparse.target_sparsity if to is None else to
-    _check(own.model, by, ranked, unreached, own.allocation, reconstruct)
-    if by == "magnitude" and not reconstruct:
-        sparse.prune(to=to)
-    elif kept := _counts(own, to):
-        _BlockByBlock(own, kept, by=by, by_row=ranked == "row", reconstruct=reconstruct).run(
-            read_batches(batches), forward, by_magnitude=unreached == "magnitude", progress=progress
-        )
 
 
 def _check(model: nn.Module, by: str, ranked: str, unreached: str, allocation: str, reconstruct: int) -> None:
@@ -156,12 +132,7 @@ def _check(model: nn.Module, by: str, ranked: str, unreached: str, allocation: s
 
 def _counts(own: SparseModel, to: float) -> dict[str, int]:
     """Return how many groups of each weight that has to change are live in the end, by name."""
-    own.notice_shards()
-    if own.ranks is not None:
-        raise GrowpruneError("a sharded model has no complete layers on any rank: prune it before sharding")
     edit = prune(own.whole, to=to)
-    own.check(edit.part)
-    own.enforce()
     for weight in own.weights:
         check_finite(weight.of(own.stored[weight.parameter].weight()), weight)
     alive = own.editor.num_alive(own.weights)
@@ -213,7 +184,7 @@ class _BlockByBlock:
                     order, never = calibration.look()
                 if never and not by_magnitude:
                     raise GrowpruneError(
-                        f"no calibration input reaches {_listed([w.name for w in never])}: pass batches that do, add "
+                        f"no calibration input reaches {listed(never)}: pass batches that do, add "
                         f"them to keep_dense, or prune them by magnitude with unreached='magnitude'"
                     )
                 for number, block in enumerate(order):
@@ -239,12 +210,12 @@ class _BlockByBlock:
         own.editor.lost = {}
         asked_for = {weight.name for weight in never}
         if lost := [name for name in self._by_magnitude if name not in asked_for]:
-            warn(f"{_listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
+            warn(f"{listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
         if self._not_trained:
-            warn(f"{_listed(self._not_trained)} cannot be called on its own, so it was not reconstructed")
+            warn(f"{listed(self._not_trained)} cannot be called on its own, so it was not reconstructed")
         if self._dampened:
             warn(
-                f"the Hessian of {_listed(list(self._dampened))} could not be inverted, so it was dampened by "
+                f"the Hessian of {listed(self._dampened)} could not be inverted, so it was dampened by "
                 f"{max(self._dampened.values()):.0%} of its mean diagonal; more calibration data may help"
             )
 
@@ -280,7 +251,3 @@ class _BlockByBlock:
             chosen, matrix = sparsegpt_pruned(matrix, alive, factor, kept, pattern)
             write_matrix(matrix.to(values.dtype), values, weight)
         write_matrix(chosen, mask, weight)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

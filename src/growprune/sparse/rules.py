@@ -85,29 +85,22 @@ class RunningRule:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless a state has the entries of this rule: tensors by weight, and numbers."""
-        wanted, scalar = self.state_dict(), [weight.name for weight in self.weights]
-        wrong = [name for name in wanted if name not in state]
-        for name in wanted if not wrong else ():
-            value = state[name]
-            if not isinstance(wanted[name], Mapping):
-                wrong += [name] * (type(value) is bool or not isinstance(value, int | float))
-                continue
-            is_begun = state.get("iteration", 1) != 0  # before the first iteration there may be none
-            names = scalar if name in self.by_weight else self.names
-            if not isinstance(value, Mapping) or (is_begun and set(value) != set(names)):
-                wrong.append(name)
-                continue
-            shapes = {n: self._own.stored[n].shape for n in self.names}
-            for key, one in value.items():
-                fits = isinstance(one, int) if name in self.counts else isinstance(one, Tensor)
-                if not fits or (
-                    isinstance(one, Tensor) and one.shape != (torch.Size() if name in self.by_weight else shapes[key])
-                ):
-                    wrong.append(f"{name}[{key!r}]")
-        if wrong:
-            raise GrowpruneError(
-                f"the state is damaged: the rule of its phase lacks {wrong[0]}, or has another kind of value there"
-            )
+        for name, own in self.state_dict().items():
+            value, shapes = state.get(name), {n: self._own.stored[n].shape for n in self.names}
+            if name in self.by_weight:
+                shapes = {weight.name: torch.Size() for weight in self.weights}
+            if not isinstance(own, Mapping):
+                fits = type(value) in (int, float)
+            elif not isinstance(value, Mapping) or (state.get("iteration", 1) != 0 and value.keys() != shapes.keys()):
+                fits = False  # before the first iteration there may be none
+            elif name in self.counts:
+                fits = all(type(one) is int for one in value.values())
+            else:
+                fits = all(isinstance(one, Tensor) and one.shape == shapes.get(key) for key, one in value.items())
+            if not fits:
+                raise GrowpruneError(
+                    f"the state is damaged: the rule of its phase lacks {name}, or has another kind of value there"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError

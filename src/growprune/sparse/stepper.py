@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,9 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
-from growprune.masks.bits import like, whole
-from growprune.storage import SparseParameter
-from growprune.storage.masked import is_wrapped, plain
 from growprune.storage.parameter import uncompiled
 
 if TYPE_CHECKING:
@@ -86,16 +83,15 @@ def keeps_zeros(optimizer: Optimizer) -> bool:
 class Stepper:
     """The hooks around the steps of one optimizer, for all sparse models that it trains.
 
-    The optimizer owns its stepper. The stepper refers to models weakly, and its hooks go with the last of them.
+    The optimizer owns its stepper. The stepper refers to models weakly; without any, its hooks do nothing.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         """Returns the optimizer, as long as it exists."""
         self._models: list[weakref.ref[SparseModel]] = []
-        self._handles: list[Any] = []
-        self._refusal: Any = None
-        """The hook that refuses steps after `to_dense_`."""
+        self._refusal = ""
+        """Why steps are refused, after `to_dense_`."""
         self._now: list[tuple[SparseModel, dict[str, Any]]] = []
         """During a step: each model, and how its parameters that the optimizer trains are stored, by name."""
         self._scaled: list[tuple[Group, list[Group]]] = []
@@ -105,6 +101,11 @@ class Stepper:
         self._dtype: torch.dtype | None = None
         self.state_came_first: bool | None = None
         """None unless state was loaded since the last step; True if other masks were loaded after it."""
+        optimizer.register_step_pre_hook(uncompiled(self.before))
+        optimizer.register_step_post_hook(uncompiled(self.after))
+        optimizer.register_state_dict_pre_hook(lambda saving: self.restore_groups())
+        optimizer.register_load_state_dict_pre_hook(lambda loading, state: self.restore_groups())
+        optimizer.register_load_state_dict_post_hook(self._follow_loaded_state)
 
     # A step
 
@@ -113,8 +114,12 @@ class Stepper:
 
         Return what such a hook returns: None, or new arguments of the step.
         """
+        if self._refusal:
+            raise GrowpruneError(self._refusal)
         self.restore_groups()  # those of a step that raised
         self._now = [(model, model.trained_by(optimizer)) for model in self.models()]
+        if not self._now:
+            return None
         is_loaded = self.state_came_first is not None
         for model, _ in self._now:
             model.check_ready(self)
@@ -124,7 +129,7 @@ class Stepper:
             model.mask_weights(trained, (optimizer,), only_state=True)
         self._follow_dtype(optimizer)
 
-        shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        shared = is_replicated()
 
         def with_gradients() -> None:
             self._scale_groups(optimizer)
@@ -175,46 +180,15 @@ class Stepper:
 
     def add(self, model: SparseModel) -> None:
         """Take a model in."""
-        optimizer = self.optimizer()
-        if optimizer is None or model in self.models():
-            return
-        if self._refusal is not None:
-            self._refusal.remove()
-            self._refusal = None
-        if not self._models:
-            self._handles = [
-                optimizer.register_step_pre_hook(uncompiled(self.before)),
-                optimizer.register_step_post_hook(uncompiled(self.after)),
-                optimizer.register_state_dict_pre_hook(lambda saving: self.restore_groups()),
-                optimizer.register_load_state_dict_pre_hook(lambda loading, state: self.restore_groups()),
-                optimizer.register_load_state_dict_post_hook(lambda loaded: self._follow_loaded_state()),
-            ]
-        mine = weakref.ref(self)
+        if model not in self.models():
+            self._models.append(weakref.ref(model))
+            self._refusal = ""
 
-        def forget(gone: weakref.ref[SparseModel]) -> None:
-            if (stepper := mine()) is not None:
-                stepper._drop(gone)
-
-        self._models.append(weakref.ref(model, forget))
-
-    def drop(self, model: SparseModel, *, reason: str = "") -> None:
+    def drop(self, model: SparseModel, *, reason: str) -> None:
         """Let a model go. With a reason, the optimizer's steps are refused from now on."""
         self.restore_groups()
-        for reference in [reference for reference in self._models if reference() is model]:
-            self._drop(reference)
-        if reason and self._refusal is None and (optimizer := self.optimizer()) is not None:
-
-            def refuse(*_: Any) -> None:
-                raise GrowpruneError(reason)
-
-            self._refusal = optimizer.register_step_pre_hook(uncompiled(refuse))
-
-    def _drop(self, reference: weakref.ref[SparseModel]) -> None:
-        self._models = [other for other in self._models if other is not reference]
-        if not self._models:
-            for handle in self._handles:
-                handle.remove()
-            self._handles, self._now = [], []
+        self._models = [reference for reference in self._models if reference() is not model]
+        self._now, self._refusal = [], self._refusal or reason
 
     # Learning rates
 
@@ -223,9 +197,10 @@ class Stepper:
         self.restore_groups()  # an optimizer may call its closure twice in a step
         factors: dict[int, float] = {}
         for model, trained in self._now:
-            done = 1.0 if model.cursor is None else model.cursor.progress
-            ramped = min(1.0, done / model.lr_ramp) if model.lr_ramp else 1.0
-            if exponent := exponent_for(model.lr_scaling, optimizer) * ramped:
+            exponent = exponent_for(model.lr_scaling, optimizer)
+            if exponent and model.cursor is not None and model.lr_ramp:
+                exponent *= min(1.0, model.cursor.progress / model.lr_ramp)
+            if exponent:
                 densities = model.densities()
                 factors |= {id(s.parameter): rate_factor(densities[name], exponent) for name, s in trained.items()}
         if all(factor == 1 for factor in factors.values()):
@@ -266,7 +241,7 @@ class Stepper:
 
     # State
 
-    def _follow_loaded_state(self) -> None:
+    def _follow_loaded_state(self, loaded: Optimizer) -> None:
         """Remember that state was just loaded, which the next step masks."""
         self.state_came_first = False
 
@@ -395,6 +370,11 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
+def is_replicated() -> bool:
+    """True if several processes train together."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 # Learning rates: a layer of density d trains at `lr * d ** -exponent` (docs/theory.md). The stepper splits param groups
 # by rate just before a step and puts them back just after it, so schedulers and checkpoints see only the user's groups.
 
@@ -453,81 +433,3 @@ def rate_factor(density: float, exponent: float) -> float:
     ([1.0, 4.0, 10.0, 10.0], 2.0)
     """
     return min(CAP, density**-exponent) if density > 0 else CAP
-
-
-# The state of optimizers
-
-
-def live_state(
-    stored: Mapping[str, SparseParameter], optimizer: Optimizer, device: torch.device | str | None
-) -> dict[str, Any]:
-    """Return `optimizer.state_dict()` with the state of live weights only.
-
-    Quantized state is kept whole, because converting it back would round it again.
-
-    Args:
-        device: the device of state with the shape of a parameter; by default it stays where it is.
-    """
-
-    def take(one: SparseParameter | None, parameter: Tensor, entry: Tensor) -> Tensor:
-        if entry.shape != parameter.shape:
-            return entry
-        if one is None:
-            entry = whole(entry)
-        elif not is_wrapped(entry):
-            entry = one.to_live(entry)
-        return entry if device is None else entry.to(device)
-
-    return _converted(stored, optimizer, optimizer.state_dict(), take)
-
-
-def load_live_state(stored: Mapping[str, SparseParameter], optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load what `live_state` returned, from any storage."""
-
-    def put(one: SparseParameter | None, parameter: Tensor, entry: Tensor) -> Tensor:
-        if one is None:
-            return like(parameter, entry) if entry.shape == parameter.shape else entry
-        if is_wrapped(entry):
-            if entry.shape == parameter.shape:
-                return entry
-            if entry.shape == one.shape:  # of masked storage, but this is compact
-                return one.from_dense(plain(entry).to(parameter.device))
-        return one.from_live(plain(entry)) if entry.shape == (one.num_alive(),) else entry
-
-    optimizer.load_state_dict(_converted(stored, optimizer, state, put))
-
-
-def _converted(
-    stored: Mapping[str, SparseParameter],
-    optimizer: Optimizer,
-    state: dict[str, Any],
-    convert: Callable[[SparseParameter | None, Tensor, Tensor], Tensor],
-) -> dict[str, Any]:
-    """Convert the tensors of a state, given how their parameter is stored (if sparse), and the parameter."""
-    of_id = {id(one.parameter): one for one in stored.values()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    converted = {}
-    for index, entries in state["state"].items():
-        parameter = parameters[index]
-        one = of_id.get(id(parameter))
-        converted[index] = {
-            name: convert(one, parameter, entry) if isinstance(entry, Tensor) else entry
-            for name, entry in entries.items()
-        }
-    return {**state, "state": converted}
-
-
-def reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Convert those tensors of a parameter's state that have a given shape. Quantized ones become plain."""
-    return {
-        name: convert(entry if type(entry) is Tensor else plain(entry))
-        if isinstance(entry, Tensor) and entry.shape == torch.Size(shape)
-        else entry
-        for name, entry in entries.items()
-    }
-
-
-def follows(optimizer: Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
-    """True if state can move to a parameter of another shape: not if it belongs to rows and columns."""
-    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
-    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)

@@ -45,6 +45,9 @@ PartsLike: TypeAlias = int | str | Partition | PartitionConfig | Sequence[Sequen
 """A number of parts, a kind such as "balanced", "balanced(8)" or `growprune.balanced(8)`, a list of lists of names, or
 a `Partition`. None for four parts, or one per layer if there are fewer layers."""
 
+Scorer: TypeAlias = Callable[[SparseModel, By], None]
+"""Computes gradients for a first edit that needs them, by calling `sparse.score`."""
+
 OTHER_WORDS = {"kappa": "parts", "partition": "parts", "steps": "iterations", "max_steps": "iterations"}
 """Words for arguments in the paper and in other libraries."""
 LARGE_MODEL = 1_000_000
@@ -166,12 +169,9 @@ class Settings:
 
     def with_settings_of(self, sparse: SparseModel) -> Settings:
         """Return the same with the settings of a SparseModel, whose mask is the first one."""
-        own = sparse
-        its = {
-            name: getattr(own, name)
-            for name in ("allocation", "keep_dense", "include", "seed", "storage", "lr_ramp", "cost_power")
-        }
-        its |= {"pattern": own.pattern.name, "lr_scaling": own.lr_scaling, "initial_mask": "as_is"}
+        names = ("allocation", "keep_dense", "include", "seed", "storage", "lr_ramp", "cost_power", "lr_scaling")
+        its = {name: getattr(sparse, name) for name in names}
+        its |= {"pattern": sparse.pattern.name, "initial_mask": "as_is"}
         for name, value in its.items():
             given = getattr(self, name)
             if given not in (value, Settings.__dataclass_fields__[name].default):
@@ -430,12 +430,14 @@ class Settings:
 
     def _warn_of_peak(self, plan: Plan, weights: Sequence[Weight]) -> None:
         """Warn if one layer has most of a large model, so that the default limit of live weights cannot be kept."""
-        limits = [edit.within or 0 for scheduled in walk(plan) for edit in scheduled.phase.edits]
-        total, largest = sum(weight.numel for weight in weights), max(weights, key=lambda weight: weight.numel)
-        share = plan.partition.largest_share
-        if not self.is_start_open or not any(limits) or share <= 0.5 or total < LARGE_MODEL:
+        total, share = sum([weight.numel for weight in weights]), plan.partition.largest_share
+        if not self.is_start_open or share <= 0.5 or total < LARGE_MODEL:
             return
-        peak = math.ceil(max(limits) * 1e4) / 1e4
+        limits = [edit.within or 0 for scheduled in walk(plan) for edit in scheduled.phase.edits]
+        peak = math.ceil(max(limits, default=0) * 1e4) / 1e4
+        if not peak:
+            return
+        largest = max(weights, key=lambda weight: weight.numel)
         warn(
             f"up to {peak:.0%} of the prunable weights will be live at a time, because one part has {share:.0%} of "
             f"them and grows as a whole; its largest layer is {largest.name}, with {largest.numel / total:.0%}. Pass "
@@ -514,19 +516,8 @@ class Resolved:
         """Create the SparseModel. All weights are still live."""
         return SparseModel(model, storage=self.settings.storage, weights=self.weights, **self.sparse_settings())
 
-    def cursor(
-        self,
-        model: nn.Module,
-        *,
-        sparse: SparseModel | None = None,
-        score: Callable[[SparseModel, By], None] | None = None,
-    ) -> Cursor:
-        """Create the SparseModel, and a cursor at the start of the plan.
-
-        Args:
-            sparse: the SparseModel, if there is one already.
-            score: called if the first edit needs gradients; it calls `sparse.score`.
-        """
+    def cursor(self, model: nn.Module, sparse: SparseModel | None, score: Scorer | None) -> Cursor:
+        """Create the SparseModel, if there is none, and a cursor at the start of the plan."""
         made = self.make_sparse(model) if sparse is None else sparse
         before = made.target_sparsity, made.lr_scaling
         made.aim(self.sparsity, self.lr_scaling)
@@ -540,7 +531,7 @@ class Resolved:
         made.train_replicas()
         return cursor
 
-    def new_cursor(self, sparse: SparseModel, score: Callable[[SparseModel, By], None] | None) -> Cursor:
+    def new_cursor(self, sparse: SparseModel, score: Scorer | None) -> Cursor:
         """Create a cursor at the start of the plan."""
         look = None if score is None else functools.partial(score, sparse)
         return Cursor(sparse, self.plan, iterations_per_epoch=self.iterations_per_epoch, score=look)
@@ -565,9 +556,9 @@ dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and 
     others = {name: parameter for name, parameter in parameters.items() if name not in pruned | layers.keys()}
     modules = dict.fromkeys(name.rpartition(".")[0] for name, parameter in others.items() if parameter.ndim > 1)
     dense += [f"{path} ({type(model.get_submodule(path)).__name__})" for path in list(modules)[:5]]
-    small = sum(parameter.numel() for parameter in others.values() if parameter.ndim < 2)
+    small = sum([parameter.numel() for parameter in others.values() if parameter.ndim < 2])
     dense += [f"{small:,} parameters of norms and biases"] if small else []
-    total = weights + sum(parameter.numel() for name, parameter in parameters.items() if name not in pruned)
+    total = weights + sum([parameter.numel() for name, parameter in parameters.items() if name not in pruned])
     count = _num_layers(resolved.weights)
     facts = (
         f"{said.name} to sparsity {resolved.sparsity:g} in {resolved.num_iterations:,} iterations",

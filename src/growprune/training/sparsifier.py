@@ -21,12 +21,11 @@ from growprune.masks.bits import Snapshot, unpack
 from growprune.plan import By, Plan, walk
 from growprune.plan.settings import check_state
 from growprune.sparse.cursor import cursor_of
-from growprune.sparse.model import SparseModel, named_tensors
-from growprune.sparse.model import check_settings as check_decisive
+from growprune.sparse.model import SparseModel, check_settings, named_tensors
 from growprune.sparse.stepper import KEEPS_ZEROS, LR_RAMP, check_optimizer, unwrapped
 from growprune.sparse.summary import Summary
 from growprune.storage.masked import is_wrapped
-from growprune.training.settings import BY_DATA, FirstMask, PartsLike, Settings, describe
+from growprune.training.settings import BY_DATA, FirstMask, PartsLike, Scorer, Settings, describe
 
 log = logging.getLogger("growprune")
 
@@ -135,7 +134,7 @@ class Sparsifier:
         iterations: int | None = None,
         iterations_per_epoch: int | None = None,
         remedy: Callable[[int], str] = "iterations={}".format,
-        score: Callable[[SparseModel, By], None] | None = None,
+        score: Scorer | None = None,
         resume: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the model sparse, with all weights live until `begin`. Nothing is changed if anything is refused.
@@ -163,7 +162,7 @@ class Sparsifier:
         first = None
         if resume is not None:
             check_contents(resume)
-            check_settings(resume["settings"], settings.to_save())
+            check_settings(resume["settings"], settings.to_save(), "Sparsifier")
             first, (iterations, iterations_per_epoch) = FirstMask(*resume["first"]), resume["lengths"]
         resolved = settings.resolve(
             self.model,
@@ -184,7 +183,7 @@ class Sparsifier:
         self._remedy, self._score, self._optimizers = remedy, score, list[Any]()
         self.description = describe(resolved, self.model)
         """What is pruned, what stays dense and why, and how long, in one line."""
-        self.cursor = resolved.cursor(self.model, sparse=given, score=score)
+        self.cursor = resolved.cursor(self.model, given, score)
         """The place in the plan."""
 
     def begin(self, optimizers: Sequence[Any]) -> None:
@@ -301,7 +300,7 @@ class Sparsifier:
         sparse = self.sparse
         sparse.restore_groups()
         check_contents(state)
-        check_settings(state["settings"], self.settings.to_save())
+        check_settings(state["settings"], self.settings.to_save(), "Sparsifier")
         if state["num_iterations"] != self.cursor.num_iterations:
             raise GrowpruneError(
                 f"the state was saved with iterations={state['num_iterations']}, but this Sparsifier has "
@@ -431,20 +430,9 @@ def check_contents(state: Mapping[str, Any]) -> None:
         )
 
 
-def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Raise unless a state was saved with the settings of this Sparsifier; another storage is allowed."""
-    check_state(saved, *mine)
-    for name in mine:
-        if saved[name] != mine[name] and name != "storage":
-            raise GrowpruneError(
-                f"the state was saved with {name}={saved[name]!r}, but this Sparsifier has {name}={mine[name]!r}: "
-                f"resume with {name}={saved[name]!r}"
-            )
-
-
 def check_masks(saved: Mapping[str, Any], own: SparseModel) -> None:
     """Raise unless masks and gradients have the names and sizes of the model's prunable weights."""
-    check_decisive(saved["settings"], own.decisive)
+    check_settings(saved["settings"], own.decisive, "SparseModel")
     own.check_packed_masks(saved["masks"])
     for sums in (saved["gradients"]["sums"], saved["gradients"]["averages"]):
         for name, total in sums.items():
