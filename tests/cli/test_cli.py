@@ -1,7 +1,5 @@
 """The command as a person types it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The table of a comparison, of results made by hand: who is dense, who is a baseline, and what is no number."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

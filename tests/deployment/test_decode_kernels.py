@@ -1,7 +1,5 @@
 """Sparse layers for decoding: formats in plain torch, kernels through Triton's interpreter or on a GPU."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import os

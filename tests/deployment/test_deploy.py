@@ -1,7 +1,5 @@
 """Deployed models give what torch gives, however they are stored, shaped and taken apart."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -43,7 +41,6 @@ def sparse_of(model: nn.Module, sparsity: float = 0.8, **settings: Any) -> gp.Sp
                 (module.weight.data, 0.5, 1.5),
                 (module.bias.data, -0.3, 0.3),
             ):
-                assert tensor is not None
                 tensor.uniform_(low, high)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of small layers
@@ -498,7 +495,6 @@ def test_a_norm_over_another_dimension_than_the_features_is_not_folded_to_them(t
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(tokens)
     for tensor in (norm.running_mean, norm.weight.data, norm.bias.data):
-        assert tensor is not None
         tensor.normal_()
     check(nn.Sequential(nn.Linear(16, 8), norm), torch.randn(4, tokens, 16))
 
@@ -878,7 +874,6 @@ def test_places_are_where_torch_has_its_views(shape: list[int], data: st.DataObj
 def test_heads_are_split_off_features_and_merged_with_the_batch_without_a_copy() -> None:
     place = feature_major((2, 3, 8), 2)  # batch, tokens, features
     heads = place.reshape((2, 3, 4, 2))
-    assert heads is not None
     merged = heads.permute((0, 2, 1, 3)).reshape((8, 3, 2))
     assert merged is not None and merged.torch is None and merged.canonical[0] == ((2, 3), (4, 12))
     matrix = as_matrix(place, 2)

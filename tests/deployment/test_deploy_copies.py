@@ -1,7 +1,5 @@
 """A deployed model is one of its own: it gives what the model gave, whatever becomes of that, and keeps its state."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Deploying on a GPU: what needs none (choosing, swapping, refusing, saving), and on one, decoding."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import runpy

@@ -1,7 +1,5 @@
 """Sparse kernels against torch in double precision, in every shape, pattern and way to cut the work up."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The site: its code runs, every public name is in it, and it is built without a complaint."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import inspect

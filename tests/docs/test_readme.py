@@ -1,7 +1,5 @@
 """What the README says holds."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

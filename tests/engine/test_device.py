@@ -1,7 +1,5 @@
 """Which GPU a run takes. There is none here: what torch is asked to do is noted instead."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

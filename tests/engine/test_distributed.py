@@ -1,7 +1,5 @@
 """Several processes: the same bits for any number of mask groups, replicas that add up, faults that cost nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

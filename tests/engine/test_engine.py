@@ -1,7 +1,5 @@
 """Runs: what they train, log, keep, and refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import weakref
@@ -282,7 +280,6 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpo
     ):
         engine.train(recipe, tmp_path / "run")
     found = checkpoint.load_newest(tmp_path / "run" / "checkpoints", lambda message: None)
-    assert found is not None
     assert found[1]["place"]["iteration"] - found[1]["place"]["start"] == 2
     assert all(torch.isfinite(values).all() for values, _ in found[1]["model"].values())
 

@@ -1,7 +1,5 @@
 """What a run has explored, and how much its masks change, by hand and through interruptions and processes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run that any error ends is failed, and says why; a run that Ctrl-C ends is interrupted, and resumes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import time

@@ -1,7 +1,5 @@
 """`--set key=value` against a recipe."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run that is killed, again and again, at random points, ends with the bits of one that was never disturbed."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Entering a run folder: who may, when, and with what."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Recipes that begin with weights that were trained before."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

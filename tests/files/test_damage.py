@@ -1,7 +1,5 @@
 """A damaged file: every changed byte is refused, or changes nothing of what the file says."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

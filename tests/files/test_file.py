@@ -1,7 +1,5 @@
 """Round trips through the sparse file, and what its bytes are."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """What other tools left behind becomes the model it was: values, masks, and nothing guessed."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """A task of milliseconds, with everything that makes resuming hard: dropout, running statistics, ragged batches."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
@@ -79,7 +77,7 @@ class Toy(Task):
                 time.sleep(self.pause)
                 yield number, x[indices].to(device), y[indices].to(device)
 
-    def for_replica(self, index: int, count: int) -> OneReplica:
+    def for_replica(self, index: int, count: int) -> "OneReplica":
         return OneReplica(**vars(self), index=index, count=count)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

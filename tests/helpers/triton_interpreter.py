@@ -1,7 +1,5 @@
 """Run Triton kernels on a CPU, through Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A small module of Lightning as anyone would write it, its data, and trainers for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """GrowPrune in Lightning's Trainer."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import importlib

@@ -1,7 +1,5 @@
 """GrowPrune where a module steps several optimizers itself, as the two of a GAN."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GrowPrune beside callbacks of Lightning that try a module out, or change its learning rates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

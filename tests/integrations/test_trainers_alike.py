@@ -1,7 +1,5 @@
 """What both trainers do alike: figures after a resume, early stopping, training on, and models that are trained."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Both trainers extend a finished training, prune a sparse model further, and know a pretrained one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

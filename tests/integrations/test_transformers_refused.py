@@ -1,7 +1,5 @@
 """What GrowPruneCallback refuses, in one line each, and says what to do."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Which checkpoints of a Trainer can be resumed from, whenever it was stopped."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How sparsity is shared among layers."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

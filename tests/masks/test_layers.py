@@ -1,7 +1,5 @@
 """Which weights of a model may become sparse."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

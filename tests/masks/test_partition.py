@@ -1,7 +1,5 @@
 """Partitions: every tensor in exactly one part, the parts in order and as equal as can be, blocks left whole."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

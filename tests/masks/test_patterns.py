@@ -1,7 +1,5 @@
 """Patterns, against masks written out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Exact top-k, against a sort in plain Python."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """A model that is sparse already: its zeros become its masks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

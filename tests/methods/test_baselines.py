@@ -1,7 +1,5 @@
 """The baselines of grow-and-prune, each against its paper's formula worked out by hand on a few numbers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradual grow-and-prune, by hand: its sparsities, its parts, its memory."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """How a method that begins sparse comes to its first mask: at random, by magnitude, or as the model is."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every method, against its paper's algorithm written out by hand, and all of them against one contract."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import random

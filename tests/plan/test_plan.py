@@ -1,7 +1,5 @@
 """A plan says what will happen, and nothing else: it can be listed twice, and refuses bad options at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Imports go downwards only, inside functions too. A new package in src/growprune needs a row in MAY_IMPORT."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 import sys

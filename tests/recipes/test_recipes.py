@@ -1,7 +1,5 @@
 """Recipes: every row of the paper is there and says what it expects; every tiny one runs, resumes, ends as stated."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator

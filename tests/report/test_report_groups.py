@@ -1,7 +1,5 @@
 """Which runs a page puts together: tasks, budgets, rows and the dense reference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """result.json: one schema for writer and readers, and what tables say of who made the results."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

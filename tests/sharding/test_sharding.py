@@ -1,7 +1,5 @@
 """Sharded by FSDP2, a compact model trains, and is edited, as in one process; ranks hold and send what lives."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator

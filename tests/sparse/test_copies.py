@@ -1,7 +1,5 @@
 """Copies of a sparse model: moving averages, pickles, and the plain model that it becomes for other tools."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Wanda and SparseGPT on matrices of a few numbers, against values by hand and closed-form solutions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

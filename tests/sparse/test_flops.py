@@ -1,7 +1,5 @@
 """The FLOPs rule, against counts made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What edits see of gradients: SNIP and GraSP on a few numbers by hand, moving averages, and what a state holds."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Habits of every PyTorch user: loading, copying, sharing, retrying. Each test once gave a wrong model silently."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
@@ -509,7 +507,6 @@ def test_a_deepcopy_trains_at_the_same_rates() -> None:
 
 def write_gradient(model: nn.Module) -> None:
     for parameter in model.parameters():
-        assert parameter.grad is not None
         parameter.grad.data.add_(1e-3)
 
 

@@ -1,7 +1,5 @@
 """Learning rates that follow density, while an optimizer steps and at no other time."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """gp.prune_pretrained on bad input: one line each; and what is left if it stops half-way."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A random first mask keeps activations of models without normalization as large as they were."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

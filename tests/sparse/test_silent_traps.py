@@ -1,7 +1,5 @@
 """Mistakes that used to give a wrong model without a word: each is refused, or said in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """SparseModel: what prune and grow leave alive, exactly, for every pattern, allocation and kind of layer."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

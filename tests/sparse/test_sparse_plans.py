@@ -1,7 +1,5 @@
 """Following a plan: forks and merges, resuming bit for bit, and the loops one would write by hand."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Sequence

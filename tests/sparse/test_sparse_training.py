@@ -1,7 +1,5 @@
 """Training under masks: after any step of any optimizer, what is pruned is exactly zero, and so is its state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -354,7 +352,6 @@ def test_a_weight_that_thaws_has_masked_gradients_at_once() -> None:
     backward(sparse.model, next(batches()))
     for name, mask in sparse.masks.items():
         gradient = sparse.model.get_parameter(name).grad
-        assert gradient is not None
         assert gradient[mask].any()
         assert not gradient[~mask].any()
 

@@ -1,7 +1,5 @@
 """Growth that layers share otherwise than the allocation says, and shares of a whole model under one ranking."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a report says and how it is printed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Growth that keeps to a share of the model: a memory budget that a ranking cannot break."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

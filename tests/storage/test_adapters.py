@@ -1,7 +1,5 @@
 """Adapters: never pruned, and merged into what lives. With a small LoRA like PEFT's, and with PEFT where it is."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """Products over live blocks are those with the dense weight: in Triton, and through whole layers."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util
@@ -62,7 +60,6 @@ def operands(
 
 def test_the_table_says_where_live_blocks_are() -> None:
     found = block_products.live_blocks(mask_of(ALIVE, 32, 64), 32, 64)
-    assert found is not None
     assert found.sizes == (3, 4, 4, 32, 64)
     assert found.table.dtype == torch.int32
     assert found.table.tolist() == [

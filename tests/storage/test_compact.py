@@ -1,7 +1,5 @@
 """Compact storage computes what masked storage computes, and holds only what lives."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable
@@ -78,7 +76,6 @@ def pair(make: Callable[[], nn.Module], dtype: torch.dtype, **settings: Any) -> 
 def live_gradients(sparse: SparseModel) -> dict[str, Tensor]:
     gradients = {}
     for name, parameter in sparse.model.named_parameters():
-        assert parameter.grad is not None
         dense = name in sparse.masks and parameter.grad.dim() > 1
         gradients[name] = parameter.grad[sparse.masks[name]] if dense else parameter.grad
     return gradients

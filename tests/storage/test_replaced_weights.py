@@ -1,7 +1,5 @@
 """Weights that become something computed, and models that change their dtype in the middle of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

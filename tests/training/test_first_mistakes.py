@@ -1,7 +1,5 @@
 """What people do with `gp.sparsify` in odd but reasonable loops: it works, or one line says what to do."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

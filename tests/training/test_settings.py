@@ -1,7 +1,5 @@
 """What a user says of a sparse training: plans as long as the training, parts, heads that stay dense."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

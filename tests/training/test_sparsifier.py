@@ -1,7 +1,5 @@
 """`gp.sparsify`: three lines in a plain loop do what the objects below it do, and one state resumes all of it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

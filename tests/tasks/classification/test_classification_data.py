@@ -1,7 +1,5 @@
 """Images, files and settings that are not right."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

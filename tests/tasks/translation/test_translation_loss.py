@@ -1,7 +1,5 @@
 """The loss of a translation: a mean over tokens, however they are batched."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path
