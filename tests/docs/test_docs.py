@@ -25,14 +25,6 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.S)
 
 
-def test_twelve_lines_load_prune_retrain_and_generate() -> None:
-    page = (DOCS / "pretrained.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", page.split("## Load, prune, retrain, generate")[1], re.S)[0]
-    assert "These 12 lines take" in page
-    assert len(code.splitlines()) == 12
-    assert ".generate(" in code.splitlines()[-1]
-
-
 def test_the_algorithm_shown_is_the_code_that_runs() -> None:
     (shown,) = blocks("paper")
     source = (ROOT / "src" / "growprune" / "methods" / "cyclic_gap.py").read_text()
