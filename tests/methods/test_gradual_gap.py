@@ -214,11 +214,6 @@ def test_a_text_that_is_no_partition_says_which_are(text: str) -> None:
         parse_partition(text)
 
 
-def test_balanced_refuses_more_parts_than_layers() -> None:
-    with pytest.raises(gp.GrowpruneError, match="parts must be <= the number of layers of the model, 4, got 5"):
-        Partition.balanced(model(), 5)
-
-
 @pytest.mark.parametrize("method", [gradual_gap, parallel_gradual_gap])
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.6, 0.9, 0.95, 2 / 3])
 def test_the_least_peak_that_a_refusal_names_is_accepted(method: Any, sparsity: float) -> None:

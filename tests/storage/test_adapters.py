@@ -209,12 +209,6 @@ def test_a_masked_model_with_adapters_can_still_be_pickled() -> None:
     assert int(weights(sparse.model)[0].count_nonzero()) == 51
 
 
-def test_a_masked_model_is_pickled_without_growprune() -> None:
-    file = io.BytesIO()
-    torch.save(made("neither", "masked").model, file)
-    assert b"growprune." not in file.getvalue()
-
-
 def test_of_two_sparse_models_the_last_decides_what_a_merge_keeps() -> None:
     model = adapted(base())
     first = gp.SparseModel(model, sparsity=0.9)
