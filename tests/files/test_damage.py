@@ -61,11 +61,7 @@ def assert_equal(got: Any, expected: Any) -> None:
             assert got[name] == value, name
 
 
-READERS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "load": loaded,
-    "read": file.read,
-    "manifest": file.manifest,
-}
+READERS: dict[str, Callable[[Path], dict[str, Any]]] = {"load": loaded, "read": file.read, "manifest": file.manifest}
 
 
 def refused(reader: Callable[[Path], dict[str, Any]], path: Path, expected: dict[str, Any]) -> bool:

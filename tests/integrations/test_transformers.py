@@ -222,10 +222,7 @@ def test_figures_are_logged_before_other_callbacks_look(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("restart", "factors"),
-    [
-        (True, [1, 0.5, 1, 0.5, 1, 0.75, 0.5, 0.25]),
-        (False, [1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-    ],
+    [(True, [1, 0.5, 1, 0.5, 1, 0.75, 0.5, 0.25]), (False, [1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125])],
 )
 def test_phases_that_restart_have_a_fresh_optimizer_and_the_whole_schedule(
     restart: bool, factors: list[float], tmp_path: Path

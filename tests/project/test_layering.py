@@ -40,13 +40,7 @@ MAY_IMPORT = {
 INSIDE_FUNCTIONS = {"sparse": ["sharding"]}
 """Upward imports that are allowed inside functions: FSDP2 takes a second to load, and only sharded models need it."""
 
-STANDARD_LIBRARY_ONLY = (
-    "errors.py",
-    "plan/",
-    "methods/",
-    "masks/layers.py",
-    "masks/partition.py",
-)
+STANDARD_LIBRARY_ONLY = ("errors.py", "plan/", "methods/", "masks/layers.py", "masks/partition.py")
 
 files = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 inner = [file for file in files if "/" in file]
