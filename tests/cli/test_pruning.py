@@ -1,7 +1,5 @@
 """`growprune prune` and `growprune perplexity`, on a language model of letters."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """What people and machines are shown: progress, tables, JSON, and what doctor finds."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

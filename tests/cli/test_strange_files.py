@@ -1,7 +1,5 @@
 """Runs whose files are truncated, or are no files at all, and links where a file is to be written."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """`growprune train` loads what it uses, and nothing of the other verbs or of other tasks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

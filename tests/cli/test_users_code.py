@@ -1,7 +1,5 @@
 """Code of users that the command line runs: what is shown when it fails, and when it is run at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`growprune compare` as a person types it: what it runs, resumes, keeps and shows."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,7 +1,5 @@
 """Several calls of `growprune compare` into one folder: what is reused, what runs again, and what is added."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Runs that are not alike are not averaged into one row, and a baseline or a reference is not chosen by luck."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each rule of a fair comparison, broken once: what differs is refused, and shown if it is allowed."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -135,7 +133,6 @@ def test_data_are_told_apart_by_their_name_where_a_result_has_no_fingerprint(tmp
     paths = []
     for name in ("a", "b"):
         (run,) = find_runs([ROOT / "experiments/translation-multi30k/dense/seed0"])
-        assert run.result is not None
         found = run.result.to_dict()
         found["recipe"]["task"]["data"] = f"/somewhere/{name}/multi30k"
         found["recipe"]["seed"] = found["seed"] = len(paths)

@@ -1,7 +1,5 @@
 """Runs that were made by another plan are not averaged with new ones, though their recipes are the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows as a person types them, and the options with which each method spends a budget exactly."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of small dense models: how wide they are, by hand, and how they stand beside sparse ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

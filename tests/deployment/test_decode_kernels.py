@@ -1,7 +1,5 @@
 """Sparse layers for decoding: formats in plain torch, kernels through Triton's interpreter or on a GPU."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import os
@@ -16,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
-from triton_interpreter import mend_interpreter, on_the_gpu
+from triton_interpreter import interpret, on_the_gpu
 
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
 from growprune.deployment.cuda import graphed
@@ -40,23 +38,12 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 """How far a sum may be from the exact one, relative to the largest."""
 
 
-@pytest.fixture(
-    params=[pytest.param("cuda", marks=on_the_gpu), pytest.param("cpu", id="interpreted")],
-)
+@pytest.fixture(params=[pytest.param("cuda", marks=on_the_gpu), pytest.param("cpu", id="interpreted")])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where kernels run: on a GPU, or on the CPU through the interpreter, which must be chosen before they are made."""
     if request.param == "cpu":
         interpret(monkeypatch)
     yield request.param
-
-
-def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed, whose interpreter would run the kernels")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, and kernels are made for one or the other")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    mend_interpreter(monkeypatch)
 
 
 def random_weight(
@@ -171,8 +158,7 @@ def check_product(weight: Tensor, kind: str, batch: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch"),
-    [*((kind, batch) for kind in MAKERS for batch in (1, 16)), ("offsets, 16 lanes", 3)],
+    ("kind", "batch"), [*((kind, batch) for kind in MAKERS for batch in (1, 16)), ("offsets, 16 lanes", 3)]
 )
 def test_a_product_is_that_of_float64_rounded(kind: str, batch: int, device: str) -> None:
     check_product(uneven_weight(), kind, batch, device)

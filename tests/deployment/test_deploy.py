@@ -1,7 +1,5 @@
 """Deployed models give what torch gives, however they are stored, shaped and taken apart."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -43,7 +41,6 @@ def sparse_of(model: nn.Module, sparsity: float = 0.8, **settings: Any) -> gp.Sp
                 (module.weight.data, 0.5, 1.5),
                 (module.bias.data, -0.3, 0.3),
             ):
-                assert tensor is not None
                 tensor.uniform_(low, high)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of small layers
@@ -139,13 +136,8 @@ def test_layers_among_operations_that_stay_in_torch() -> None:
     torch.manual_seed(0)
     deployed = check(Odd(), torch.randn(2, 3, 13, 11))
     assert {"pad", "batch_norm"} <= set(deployed.table.in_torch)
-    assert {row.layer: row.choice for row in deployed.table} == {
-        "first": "sparse",
-        "wide": "sparse",
-        "grouped": "sparse",
-        "last": "sparse",
-        "head": "sparse",
-    }
+    assert [row.layer for row in deployed.table] == ["first", "wide", "grouped", "last", "head"]
+    assert choices(deployed) == {"sparse"}
 
 
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
@@ -252,22 +244,22 @@ def test_a_translation_layer_by_layer() -> None:
     assert sum(isinstance(module, LinearPart) for module in deployed.modules()) == 32
 
 
-def test_gpt2_of_transformers() -> None:
+def gpt2() -> tuple[nn.Module, Tensor]:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
-    model = transformers.GPT2Model(config)
-    ids = torch.randint(0, 50, (2, 8))
+    return transformers.GPT2Model(config), torch.randint(0, 50, (2, 8))
+
+
+def test_gpt2_of_transformers() -> None:
+    model, ids = gpt2()
     deployed = check(model, {"input_ids": ids, "use_cache": False})
     assert len(deployed.table) == 8 and choices(deployed) == {"sparse"}
 
 
 def test_a_model_that_cannot_be_traced_is_deployed_part_by_part() -> None:
     """With its cache, which is no tensor, only parts of GPT-2 can be: all its layers."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
-    model, ids = transformers.GPT2Model(config), torch.randint(0, 50, (2, 8))
+    model, ids = gpt2()
     deployed = gp.deploy(sparse_of(model), ids, seconds=0)
     with torch.no_grad():
         assert_same(deployed(ids).last_hidden_state, model(ids).last_hidden_state)
@@ -425,20 +417,11 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
         (lambda about: about["rows"][0].update(choice=[]), "is damaged .ValueError: a choice is"),
         (lambda about: about["rows"][0].update(layer=7), "is damaged .TypeError: 7 is not a string"),
         (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is not a number from 0"),
-        (
-            lambda about: about["rows"][0]["tile"].update(threads=4096),
-            "is damaged .ValueError: a layer has more",
-        ),
+        (lambda about: about["rows"][0]["tile"].update(threads=4096), "is damaged .ValueError: a layer has more"),
         (lambda about: about.pop("runs"), "is damaged .KeyError: 'runs'"),
-        (
-            lambda about: example_of(about).update(shape=[1 << 20] * 2),
-            "is damaged .ValueError: a tensor of",
-        ),
+        (lambda about: example_of(about).update(shape=[1 << 20] * 2), "is damaged .ValueError: a tensor of"),
         (lambda about: example_of(about).update(dtype="load"), "is damaged .TypeError: a tensor is 4-dimensional"),
-        (
-            lambda about: example_of(about).update(shape=[1, 5, 8, 8]),
-            "the model failed on the example in",
-        ),
+        (lambda about: example_of(about).update(shape=[1, 5, 8, 8]), "the model failed on the example in"),
     ],
 )
 def test_what_a_folder_says_is_not_trusted(tmp_path: Path, change: Any, message: str) -> None:
@@ -498,25 +481,53 @@ def test_a_norm_over_another_dimension_than_the_features_is_not_folded_to_them(t
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(tokens)
     for tensor in (norm.running_mean, norm.weight.data, norm.bias.data):
-        assert tensor is not None
         tensor.normal_()
     check(nn.Sequential(nn.Linear(16, 8), norm), torch.randn(4, tokens, 16))
 
 
-@pytest.mark.parametrize(
-    "view",
-    [Tensor.diagonal, lambda y: y.mT, lambda y: y.swapaxes(0, 1), lambda y: y.view_as(y), lambda y: y.unfold(0, 2, 2)],
-    ids=["diagonal", "mT", "swapaxes", "view_as", "unfold"],
-)
-def test_what_is_written_through_a_view_is_seen_by_all(view: Any) -> None:
-    torch.manual_seed(0)
-
+def written(view: Any) -> Any:
     def does(model: Any, x: Tensor) -> Tensor:
         y = model.first(x)
         view(y).add_(1)
         return model.second(y)
 
-    check(Doing(does), torch.randn(16, 16))
+    return does
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], -1, 4, 4).transpose(1, 2)
+
+
+def shared_values(model: Any, x: Tensor) -> Tensor:
+    query = heads(model.first(x))
+    return F.scaled_dot_product_attention(query, query, heads(model.second(x[:1])))
+
+
+def mean_of_values(model: Any, x: Tensor) -> Tensor:
+    query = heads(model.first(x))
+    return F.scaled_dot_product_attention(query, query, heads(model.second(x)), scale=0.0)
+
+
+DOES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "writes to its diagonal": (written(Tensor.diagonal), (16, 16)),
+    "writes to its mT": (written(lambda y: y.mT), (16, 16)),
+    "writes to what swapaxes gave": (written(lambda y: y.swapaxes(0, 1)), (16, 16)),
+    "writes to what view_as gave": (written(lambda y: y.view_as(y)), (16, 16)),
+    "writes to what unfold gave": (written(lambda y: y.unfold(0, 2, 2)), (16, 16)),
+    "attends to values that all of a batch share": (shared_values, (2, 5, 16)),
+    "attends with a scale of zero, which is a mean": (mean_of_values, (2, 5, 16)),
+    "adds a bias that all features share": (
+        lambda model, x: torch.addmm(model.second.bias[:1], x, model.first.weight.t()),
+        (4, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOES)
+def test_what_a_model_may_do_between_its_layers(name: str) -> None:
+    torch.manual_seed(0)
+    does, shape = DOES[name]
+    check(Doing(does), torch.randn(shape))
 
 
 @pytest.mark.parametrize(
@@ -533,35 +544,6 @@ def test_what_a_model_draws_is_drawn_anew_in_each_call(draw: Any) -> None:
     deployed = gp.deploy(sparse_of(Doing(lambda model, x: model.first(x) + draw())), torch.randn(4, 16), seconds=0)
     x = torch.zeros(4, 16)
     assert not torch.equal(deployed(x), deployed(x))
-
-
-def heads(x: Tensor) -> Tensor:
-    return x.view(x.shape[0], -1, 4, 4).transpose(1, 2)
-
-
-def test_attention_to_values_that_all_of_a_batch_share() -> None:
-    torch.manual_seed(0)
-
-    def does(model: Any, x: Tensor) -> Tensor:
-        query = heads(model.first(x))
-        return F.scaled_dot_product_attention(query, query, heads(model.second(x[:1])))
-
-    check(Doing(does), torch.randn(2, 5, 16))
-
-
-def test_attention_with_a_scale_of_zero_is_a_mean() -> None:
-    torch.manual_seed(0)
-
-    def does(model: Any, x: Tensor) -> Tensor:
-        query, value = heads(model.first(x)), heads(model.second(x))
-        return F.scaled_dot_product_attention(query, query, value, scale=0.0)
-
-    check(Doing(does), torch.randn(2, 5, 16))
-
-
-def test_a_bias_that_all_features_share() -> None:
-    torch.manual_seed(0)
-    check(Doing(lambda model, x: torch.addmm(model.second.bias[:1], x, model.first.weight.t())), torch.randn(4, 16))
 
 
 def hooked(model: nn.Sequential, kind: str) -> None:
@@ -765,11 +747,8 @@ def test_what_cannot_be_run_stays_in_torch_and_is_listed() -> None:
     for inputs in (x, -10 * x, torch.zeros(3, 16) - 5):
         with torch.no_grad():
             assert_same(deployed(inputs), model(inputs))
-    assert {row.layer: row.choice for row in deployed.table} == {
-        "first.0": "sparse",
-        "second": "sparse",
-        "odd": "torch",
-    }
+    chosen = {row.layer: row.choice for row in deployed.table}
+    assert chosen == {"first.0": "sparse", "second": "sparse", "odd": "torch"}
     assert "Branches as a whole" in str(deployed.table)
 
 
@@ -878,7 +857,6 @@ def test_places_are_where_torch_has_its_views(shape: list[int], data: st.DataObj
 def test_heads_are_split_off_features_and_merged_with_the_batch_without_a_copy() -> None:
     place = feature_major((2, 3, 8), 2)  # batch, tokens, features
     heads = place.reshape((2, 3, 4, 2))
-    assert heads is not None
     merged = heads.permute((0, 2, 1, 3)).reshape((8, 3, 2))
     assert merged is not None and merged.torch is None and merged.canonical[0] == ((2, 3), (4, 12))
     matrix = as_matrix(place, 2)

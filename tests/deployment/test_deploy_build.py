@@ -1,7 +1,5 @@
 """The library of kernels: what it is kept by, and what happens where it cannot be built."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """`growprune deploy`: what it writes and shows, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

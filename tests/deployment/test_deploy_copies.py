@@ -1,7 +1,5 @@
 """A deployed model is one of its own: it gives what the model gave, whatever becomes of that, and keeps its state."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -237,8 +235,6 @@ def test_a_state_that_does_not_matter_is_as_it_was_and_hinders_nothing() -> None
 
 @pytest.mark.parametrize("deploy", [gp.deploy, lambda *a: gp.deploy(*a, whole=False)])
 def test_an_example_that_the_model_cannot_take_is_said_in_one_line(deploy: Any) -> None:
-    with pytest.raises(
-        gp.GrowpruneError, match=r"^the model failed on the example \(RuntimeError: .*give an input"
-    ) as said:
+    with pytest.raises(gp.GrowpruneError, match=r"^the model failed on the example \(RuntimeError") as said:
         deploy(pruned(nn.Sequential(nn.Linear(16, 16))), torch.randn(1, 17))
     assert "\n" not in str(said.value)

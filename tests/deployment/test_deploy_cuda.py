@@ -1,7 +1,5 @@
 """Deploying on a GPU: what needs none (choosing, swapping, refusing, saving), and on one, decoding."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import runpy
@@ -265,9 +263,7 @@ def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     monkeypatch.setattr(
-        api,
-        "deploy_on_gpu",
-        lambda *arguments, device, **settings: deploy_on_gpu(*arguments, device=CPU, **settings),
+        api, "deploy_on_gpu", lambda *arguments, device, **settings: deploy_on_gpu(*arguments, device=CPU, **settings)
     )
     again = gp.load_deployed(tmp_path / "fast", sparse_mlp().model)
     assert [type(part) for part in again.module] == [SparseLinear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]

@@ -1,7 +1,5 @@
 """Grouped and depthwise convolutions on our kernels, and the threads that share their work."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Sparse kernels against torch in double precision, in every shape, pattern and way to cut the work up."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from dataclasses import replace
@@ -20,15 +18,7 @@ from growprune.deployment.cpu import library, prepared, tuning
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import BuildError, Library, Tile, find_compiler
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense, from_live
-from growprune.deployment.cpu.prepared import (
-    Activation,
-    CsrLayer,
-    DenseLayer,
-    Layer,
-    LayerSpec,
-    NativeLayer,
-    Pool,
-)
+from growprune.deployment.cpu.prepared import Activation, CsrLayer, DenseLayer, Layer, LayerSpec, NativeLayer, Pool
 from growprune.deployment.skeleton import skeleton_of
 from growprune.errors import GrowpruneError
 

@@ -1,7 +1,5 @@
 """Matrices of live values: their blocks, in order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

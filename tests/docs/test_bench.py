@@ -1,7 +1,5 @@
 """benchmarks/bench.py: a deployed model against other engines, each in a process of its own."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import runpy

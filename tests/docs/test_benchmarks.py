@@ -1,7 +1,5 @@
 """Every benchmark runs, in its smallest form."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess

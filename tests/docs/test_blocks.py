@@ -3,8 +3,6 @@
 A block that cannot run here has a comment above it that says why: `<!-- not run: needs two GPUs -->`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The site in a real browser: it fits on a phone, and search works from disk."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Examples that need nothing but growprune: a loop of one's own, and torchrun. The others are tested elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

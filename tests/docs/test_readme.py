@@ -1,7 +1,5 @@
 """What the README says holds."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex
@@ -48,15 +46,6 @@ def test_torchrun_leaves_to_growprune_what_is_for_growprune(line: str) -> None:
     assert found.training_script_args == shlex.split(rest)
     alone = get_args_parser().parse_args([*shlex.split(own)[1:], "growprune"])
     assert found.log_dir == alone.log_dir is None
-
-
-def test_a_page_shows_how_torchrun_is_given_a_log_for_growprune(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for line in torchrun_commands() if "--log " in line]
-    assert len(lines) == 2
-    for line in lines:
-        with pytest.raises(SystemExit):  # which is why there is a -- in it
-            get_args_parser().parse_args(shlex.split(line.replace("-m -- ", "-m "))[1:])
-        assert "ambiguous option: --log could match --log-dir" in capsys.readouterr().err
 
 
 def test_the_number_of_baselines_is_right() -> None:

@@ -1,7 +1,5 @@
 """experiments/scale.md: its tables are those of the script, whose formulas meet what was measured."""
 
-from __future__ import annotations
-
 import runpy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The serving example: made, served over loopback, loaded."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

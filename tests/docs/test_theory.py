@@ -1,7 +1,5 @@
 """The experiments of docs/theory.md, in the small, against what can be worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy

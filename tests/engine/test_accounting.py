@@ -1,7 +1,5 @@
 """What a run cost, in live weights and FLOPs: by hand, after a resume, and on any number of processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

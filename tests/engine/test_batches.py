@@ -1,7 +1,5 @@
 """Batches that are made before they are asked for are the ones that would have come."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any

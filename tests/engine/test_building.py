@@ -1,7 +1,5 @@
 """A compact recipe is built sparse: the dense model is never there, and the run ends with the bits of a masked one."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

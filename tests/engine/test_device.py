@@ -1,7 +1,5 @@
 """Which GPU a run takes. There is none here: what torch is asked to do is noted instead."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -36,9 +34,7 @@ def test_where_none_is_named_the_current_one_stays(name: str, taken: list[Any]) 
 
 
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(taken: list[Any]) -> None:
-    with pytest.raises(
-        gp.GrowpruneError, match=r"^device must be one of cuda:0 to cuda:3 on this machine, got 'cuda:4'$"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"^device must be .* cuda:0 to cuda:3 .*, got 'cuda:4'$"):
         choose_device("cuda:4")
     assert taken == []
 

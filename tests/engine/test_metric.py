@@ -1,7 +1,5 @@
 """Which score is better, and that best models, comparisons and reports go by it."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real hosts on one machine: network namespaces with their own addresses on a bridge, which can be unplugged."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Learning-rate curves as literal lists, and optimizers by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`--set key=value` against a recipe."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace
@@ -34,12 +32,7 @@ def test_fields_are_set_with_the_type_they_have() -> None:
         "clip": "null",
     }
     recipe = override(cyclic(), settings)
-    assert (recipe.sparsity, recipe.parts, recipe.options["restart"], recipe.clip) == (
-        0.5,
-        contiguous(2),
-        False,
-        None,
-    )
+    assert (recipe.sparsity, recipe.parts, recipe.options["restart"], recipe.clip) == (0.5, contiguous(2), False, None)
     assert recipe.task.batch_size == 8
     assert (recipe.optimizer.lr, recipe.optimizer.betas, recipe.optimizer.kind) == (1.0, (0.9, 0.99), "adamw")
     assert isinstance(recipe.optimizer.lr, float)

@@ -1,7 +1,5 @@
 """What `growprune plan` says a run will hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from toy import Toy, plain

@@ -1,7 +1,5 @@
 """RigL on two replicas: each sees half of the data, both choose the same weights, and a stopped run resumes exactly."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A run that is killed, again and again, at random points, ends with the bits of one that was never disturbed."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -15,7 +13,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from toy import continuing, cyclic, parallel
+from toy import continuing, cyclic, parallel, stopped
 
 import growprune as gp
 from growprune import GrowpruneError, engine, methods
@@ -128,9 +126,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tm
     recipe = replace(cyclic(), checkpoint_seconds=0.0)
     engine.train(recipe, tmp_path / "undisturbed")
     folder = tmp_path / "damaged"
-    countdown = iter([False] * 9)
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, folder, should_stop=lambda: next(countdown, True))
+    stopped(recipe, folder, 9)
     newest = max(checkpoint.numbers(folder / "checkpoints"))
     with (folder / "checkpoints" / f"{newest:08d}" / "tensors.safetensors").open("r+b") as file:
         file.truncate(100)
@@ -154,9 +150,7 @@ def test_if_every_checkpoint_is_damaged_the_run_starts_over_to_the_same_bits(
     recipe = replace(recipe, checkpoint_seconds=0.0)
     engine.train(recipe, tmp_path / "undisturbed")
     folder = tmp_path / "damaged"
-    countdown = iter([False] * iterations)
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, folder, should_stop=lambda: next(countdown, True))
+    stopped(recipe, folder, iterations)
     damaged = list(folder.rglob("tensors.safetensors"))
     for path in damaged:
         os.truncate(path, 100)
@@ -171,9 +165,7 @@ def test_if_every_checkpoint_is_damaged_the_run_starts_over_to_the_same_bits(
 def test_a_run_that_has_no_checkpoint_yet_says_that_it_starts_over(tmp_path: Path) -> None:
     recipe = replace(cyclic(), checkpoint_seconds=1e6)
     engine.train(recipe, tmp_path / "undisturbed")
-    countdown = iter([False] * 2)
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, tmp_path / "killed", should_stop=lambda: next(countdown, True))
+    stopped(recipe, tmp_path / "killed", 2)
     shutil.rmtree(tmp_path / "killed" / "checkpoints")  # a stop writes one, kill -9 does not
     events: list[dict[str, Any]] = []
     engine.resume(recipe, tmp_path / "killed", on_event=events.append)
@@ -195,16 +187,14 @@ def test_resuming_with_another_recipe_is_refused_and_names_the_field(tmp_path: P
         engine.resume(replace(cyclic(), sparsity=0.5), tmp_path / "run")
 
 
-def stopped(folder: Path) -> Path:
+def in_its_second_phase(folder: Path) -> Path:
     """A run in its second phase; its plan."""
-    countdown = iter([False] * 3)
-    with pytest.raises(engine.Interrupted):
-        engine.train(cyclic(), folder, should_stop=lambda: next(countdown, True))
+    stopped(cyclic(), folder, 3)
     return folder / "plan.json"
 
 
 def test_resuming_after_a_default_of_the_method_changed_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    plan = stopped(tmp_path / "run")
+    plan = in_its_second_phase(tmp_path / "run")
     plan.write_text(plan.read_text().replace("prune all to 0.8", "prune all to 0.7"))  # as an older version had it
     before = plan.read_bytes()
     with pytest.raises(gp.GrowpruneError, match=r"another plan: it has 'prune all to 0\.7.*gives 'prune all to 0\.8"):
@@ -216,7 +206,7 @@ def test_resuming_after_a_default_of_the_method_changed_is_refused_and_changes_n
     "content", [None, "", "{}", '{"phases": 1}', "[" * 100_000], ids=["lost", "empty", "no phases", "a number", "deep"]
 )
 def test_a_run_goes_on_without_its_plan_file_which_is_written_again(content: str | None, tmp_path: Path) -> None:
-    plan = stopped(tmp_path / "run")
+    plan = in_its_second_phase(tmp_path / "run")
     whole = plan.read_bytes()
     plan.unlink() if content is None else plan.write_text(content)
     engine.resume(cyclic(), tmp_path / "run")
@@ -237,23 +227,18 @@ def test_resuming_a_finished_run_returns_its_result_and_trains_nothing(tmp_path:
 )
 def test_damaged_notes_of_a_branch_are_written_again_by_who_trained_it(content: str, tmp_path: Path) -> None:
     engine.train(parallel(), tmp_path / "undisturbed")
-    folder, countdown = tmp_path / "run", iter([False] * 5)  # into the second branch
-    with pytest.raises(engine.Interrupted):
-        engine.train(parallel(), folder, should_stop=lambda: next(countdown, True))
+    folder = tmp_path / "run"
+    stopped(parallel(), folder, 5)  # into the second branch
     rows = folder / "checkpoints" / "branches" / "1-0" / "rows.json"
     rows.write_text(content)
-    with pytest.raises(
-        ValueError, match=r"rows\.json is damaged .*: remove .*1-0 and resume the run to train that branch"
-    ):
+    with pytest.raises(ValueError, match=r"rows\.json is damaged .*: remove .*1-0 and resume"):
         engine.RunFolder(folder).read_rows(1, 0)
     engine.resume(parallel(), folder)
     assert outcome(folder)[:2] == outcome(tmp_path / "undisturbed")[:2]
 
 
 def test_a_file_named_like_a_checkpoint_does_not_stop_a_run(tmp_path: Path) -> None:
-    countdown = iter([False] * 9)
-    with pytest.raises(engine.Interrupted):
-        engine.train(cyclic(), tmp_path, should_stop=lambda: next(countdown, True))
+    stopped(cyclic(), tmp_path, 9)
     (tmp_path / "checkpoints" / "00000007").write_text("mine")
     assert engine.resume(cyclic(), tmp_path)["test"]
     assert (tmp_path / "checkpoints" / "00000007").read_text() == "mine"

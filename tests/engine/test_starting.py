@@ -1,7 +1,5 @@
 """Entering a run folder: who may, when, and with what."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,12 +10,12 @@ import forked
 import pytest
 import torch
 from torch import nn
-from toy import Toy, cyclic, parallel
+from toy import Toy, cyclic, parallel, stopped
 
 import growprune as gp
 from growprune import engine
 from growprune.engine.folder import FORMAT, RunFolder
-from growprune.engine.recipe import OptimizerConfig, Recipe
+from growprune.engine.recipe import OptimizerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +25,6 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def stopped(recipe: Recipe, folder: Path, iterations: int) -> None:
-    countdown = iter([False] * iterations)
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, folder, should_stop=lambda: next(countdown, True))
 
 
 def change_recipe(folder: Path, change: Any) -> None:
@@ -126,12 +118,14 @@ def test_of_four_processes_that_start_at_once_one_trains_and_the_others_are_told
     assert json.loads((tmp_path / "run" / "result.json").read_text())["recipe"]["optimizer"]["lr"] == stored
 
 
-def test_a_run_in_use_is_not_resumed(tmp_path: Path) -> None:
-    engine.train(cyclic(), tmp_path)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_run_in_use_is_not_resumed(is_finished: bool, tmp_path: Path) -> None:
+    engine.train(cyclic(), tmp_path) if is_finished else stopped(cyclic(), tmp_path, 3)
     before = files_of(tmp_path)
     with RunFolder(tmp_path).locked(), pytest.raises(ValueError, match="is in use by another process"):
         engine.resume(cyclic(), tmp_path)
     assert files_of(tmp_path) == before
+    assert engine.resume(cyclic(), tmp_path)["test"]
 
 
 def test_a_folder_that_a_kill_left_before_its_recipe_was_written_is_free(tmp_path: Path) -> None:
@@ -231,9 +225,7 @@ def test_a_run_of_another_format_is_refused_and_says_both(found: int, says: str,
     assert json.loads((tmp_path / "recipe.json").read_text())["format"] == FORMAT
     change_recipe(tmp_path, lambda content: content.update(format=found))
     for look in (lambda: engine.resume(cyclic(), tmp_path), RunFolder(tmp_path).read_recipe):
-        with pytest.raises(
-            ValueError, match=rf"by {says} growprune: it has format {found}, this version reads {FORMAT}"
-        ):
+        with pytest.raises(ValueError, match=rf"by {says} growprune.* format {found}, .* reads {FORMAT}"):
             look()
 
 

@@ -1,7 +1,5 @@
 """Recipes that begin with weights that were trained before."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace
@@ -106,9 +104,7 @@ def test_going_on_with_another_file_is_refused(tmp_path: Path) -> None:
     recipe = recipe_from(tmp_path / "w")
     with pytest.raises(Interrupted):
         engine.train(recipe, tmp_path / "run", should_stop=lambda: True)
-    with pytest.raises(
-        gp.GrowpruneError, match=r"weights.json differs from what .* the file of initial weights, changed"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"weights.json differs .* the file of initial weights, changed"):
         engine.resume(replace(recipe, weights=str(tmp_path / "w" / "dense.safetensors")), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "weights.json").read_text())["file"] == "model.safetensors"
 
@@ -145,9 +141,7 @@ def test_a_folder_without_weights_and_a_damaged_file_are_refused(tmp_path: Path)
 
 def test_a_file_without_masks_for_a_plan_as_it_is_says_what_to_do(tmp_path: Path) -> None:
     save_file(dict(Toy().build_model().state_dict()), tmp_path / "dense.safetensors")
-    with pytest.raises(
-        gp.GrowpruneError, match=r"initial_mask='as_is' does not fit: .* has 400 live weights.*initial_mask='magnitude'"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"'as_is' does not fit: .* has 400 live weights.*'magnitude'"):
         engine.train(recipe_from(tmp_path / "dense.safetensors"), tmp_path / "run")
 
 

@@ -1,7 +1,5 @@
 """Models and damages for the tests of the sparse file."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints hold any nest of plain values and tensors, exactly, and are whole or not there."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`growprune convert`: from any file of weights to any other, with the same weights."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import struct

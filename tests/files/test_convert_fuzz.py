@@ -1,7 +1,5 @@
 """Random models from sparse files to others and back: none is refused, and nothing of it changes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

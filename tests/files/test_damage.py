@@ -1,7 +1,5 @@
 """A damaged file: every changed byte is refused, or changes nothing of what the file says."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -63,11 +61,7 @@ def assert_equal(got: Any, expected: Any) -> None:
             assert got[name] == value, name
 
 
-READERS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "load": loaded,
-    "read": file.read,
-    "manifest": file.manifest,
-}
+READERS: dict[str, Callable[[Path], dict[str, Any]]] = {"load": loaded, "read": file.read, "manifest": file.manifest}
 
 
 def refused(reader: Callable[[Path], dict[str, Any]], path: Path, expected: dict[str, Any]) -> bool:

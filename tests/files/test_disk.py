@@ -1,7 +1,5 @@
 """Files that are replaced as a whole: what may be replaced, and what killed writes leave."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

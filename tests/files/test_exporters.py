@@ -1,7 +1,5 @@
 """What other runtimes get computes the same, with the same zeros."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

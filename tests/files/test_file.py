@@ -1,7 +1,5 @@
 """Round trips through the sparse file, and what its bytes are."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess
@@ -123,11 +121,7 @@ def test_the_settings_come_back(tmp_path: Path) -> None:
     loaded = file.load(tmp_path / "model.safetensors", Zoo())
     assert (loaded.target_sparsity, loaded.allocation, loaded.seed) == (0.8, "erk", 5)
     assert loaded.pattern == sparse.pattern
-    assert (loaded.keep_dense, loaded.include, loaded.weights) == (
-        sparse.keep_dense,
-        sparse.include,
-        sparse.weights,
-    )
+    assert (loaded.keep_dense, loaded.include, loaded.weights) == (sparse.keep_dense, sparse.include, sparse.weights)
     assert_same(sparse, loaded)
 
 

@@ -1,7 +1,5 @@
 """Masks as gaps: what their bytes are, when they are used, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import zlib

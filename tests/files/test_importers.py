@@ -1,7 +1,5 @@
 """What other tools left behind becomes the model it was: values, masks, and nothing guessed."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -237,11 +235,7 @@ def sources(folder: Path) -> dict[str, Any]:
     sparse = gp.SparseModel(mlp(), sparsity=0.5)
     sparse.prune()
     gp.save(sparse, folder / "ours.safetensors")
-    return {
-        "growprune": folder / "ours.safetensors",
-        "torch-prune": pruned_by_torch(),
-        "dense": zeroed(),
-    }
+    return {"growprune": folder / "ours.safetensors", "torch-prune": pruned_by_torch(), "dense": zeroed()}
 
 
 def test_every_format_is_known_by_its_content(tmp_path: Path) -> None:

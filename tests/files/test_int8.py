@@ -1,7 +1,5 @@
 """Values in 8 bits: what their bytes are, how exact they are, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy

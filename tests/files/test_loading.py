@@ -1,7 +1,5 @@
 """What is refused on loading."""
 
-from __future__ import annotations
-
 import io
 import json
 import zlib

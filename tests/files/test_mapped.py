@@ -1,7 +1,5 @@
 """Files that are loaded into compact storage without a copy, and what keeps them and the model apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The README.md of a pretrained folder."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """ONNX files, dense and sparse, compute the same in onnxruntime and OpenVINO, with the same zeros."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders that others load dense and we load sparse; with transformers where it is."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

@@ -1,7 +1,5 @@
 """What is refused on saving, and a save that fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -173,7 +171,6 @@ for number in itertools.count(1):
     print(number, flush=True)
 """
     child = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE)
-    assert child.stdout is not None
     assert child.stdout.readline() == b"1\n"
     time.sleep(0.05)
     child.send_signal(signal.SIGKILL)

@@ -1,7 +1,5 @@
 """Sharded models are built, saved, loaded and resumed without any rank having all of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A model that is not at its target is saved with a warning: a method that prunes last would leave it dense."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of a few weights, whose gradients and random numbers are computed by hand."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

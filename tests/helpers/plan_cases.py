@@ -1,7 +1,5 @@
 """Plans of every method, going through one phase by phase, and a plain training loop around a small model."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Runs made by hand, for the tests of the report: their numbers are known."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

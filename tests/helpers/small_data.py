@@ -1,7 +1,5 @@
 """Data for the tiny recipes, a few examples each, in the formats of the real sets."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

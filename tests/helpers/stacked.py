@@ -1,7 +1,5 @@
 """Layers that are stored like those of transformers, for pruning by data."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

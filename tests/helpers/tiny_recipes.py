@@ -1,7 +1,5 @@
 """Every row of the paper's tables in miniature: a few channels, seconds on a CPU, with the data of small_data.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from growprune.engine.recipe import LRSchedule

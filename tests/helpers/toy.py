@@ -1,7 +1,5 @@
 """A task of milliseconds, with everything that makes resuming hard: dropout, running statistics, ragged batches."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
@@ -11,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from growprune import methods
+from growprune import engine, methods
 from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
 from growprune.masks.partition import contiguous
 from growprune.tasks import Task
@@ -79,7 +78,7 @@ class Toy(Task):
                 time.sleep(self.pause)
                 yield number, x[indices].to(device), y[indices].to(device)
 
-    def for_replica(self, index: int, count: int) -> OneReplica:
+    def for_replica(self, index: int, count: int) -> "OneReplica":
         return OneReplica(**vars(self), index=index, count=count)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -149,3 +148,10 @@ def slow_parallel() -> Recipe:
     """Long enough to be killed many times, with a checkpoint after every iteration."""
     task = Toy(num_examples=96, pause=0.01)
     return replace(parallel(), task=task, options={"steps": 3, "epochs": 2, "finetune": 2}, checkpoint_seconds=0.0)
+
+
+def stopped(recipe: Recipe, folder: Path, iterations: int) -> None:
+    """Train until a signal comes after some iterations."""
+    countdown = iter([False] * iterations)
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, folder, should_stop=lambda: next(countdown, True))

@@ -1,13 +1,22 @@
 """Run Triton kernels on a CPU, through Triton's interpreter."""
 
-from __future__ import annotations
-
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
 on_the_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run kernels that are made from here on in the interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed, whose interpreter would run the kernels")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, and kernels are made for one or the other")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    mend_interpreter(monkeypatch)
 
 
 def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Trainings that are killed and resumed through the trainer's own resume, and what they leave."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A loop of one's own with accelerate: what it wraps is unwrapped, and its checkpoints resume to the same bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A loop of one's own with accelerate on two processes: the same masks, exact resume, and no compact weights."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path

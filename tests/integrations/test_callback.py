@@ -1,7 +1,5 @@
 """What the callbacks of all trainers share: figures to log, and copies of the model."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

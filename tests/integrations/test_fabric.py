@@ -1,7 +1,5 @@
 """Lightning Fabric needs no callback: `gp.sparsify` works before and after `fabric.setup`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

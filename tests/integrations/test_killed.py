@@ -5,8 +5,6 @@ GROWPRUNE_KILLS is how often each is killed. As it also draws the moments, 2 and
     for kills in 2 3; do GROWPRUNE_KILLS=$kills pytest -rP tests/integrations/test_killed.py; done
 """
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GrowPrune on two processes with DistributedDataParallel: they stay equal to the last bit."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any

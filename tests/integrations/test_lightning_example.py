@@ -1,7 +1,5 @@
 """The example with Lightning runs, and ends sparse."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GrowPrune where a module steps several optimizers itself, as the two of a GAN."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +9,12 @@ from torch import Tensor, nn
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning_cases import fit, zeros  # noqa: E402
+from lightning_cases import QUIET, fit, zeros  # noqa: E402
 
 from growprune.errors import GrowpruneError  # noqa: E402
 from growprune.integrations.lightning import GrowPrune  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
-    pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`"),
-]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")]
 
 
 def layers(inputs: int, outputs: int) -> nn.Module:

@@ -1,7 +1,5 @@
 """GrowPrune beside callbacks of Lightning that try a module out, or change its learning rates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning, StochasticWeightAveraging  # noqa: E402
-from lightning_cases import Module, examples, fit, zeros  # noqa: E402
+from lightning_cases import QUIET, Module, examples, fit, zeros  # noqa: E402
 
 from growprune.errors import GrowpruneError  # noqa: E402
 from growprune.integrations.lightning import GrowPrune  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-]
+pytestmark = QUIET
 
 
 class Tunable(Module):
@@ -78,9 +72,7 @@ class Endless(IterableDataset[Any]):
 
 def test_data_without_a_length_are_named_where_epochs_tell_no_number_of_steps(tmp_path: Path) -> None:
     data = DataLoader(Endless(), batch_size=None)
-    with pytest.raises(
-        GrowpruneError, match=r"the data have no length.* max_epochs=3 .*: use Trainer\(max_steps=\.\.\.\)$"
-    ):
+    with pytest.raises(GrowpruneError, match=r"the data have no length.* max_epochs=3 .*max_steps="):
         fit(tmp_path, GrowPrune(sparsity=0.9), train=data)
 
 
@@ -106,9 +98,7 @@ def test_a_phase_that_restarts_leaves_the_rates_of_stochastic_weight_averaging_a
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_a_callback_that_prunes_too_is_refused(storage: str, tmp_path: Path) -> None:
     pruning = ModelPruning("l1_unstructured", amount=0.5)
-    with pytest.raises(
-        GrowpruneError, match="ModelPruning prunes the same weights as GrowPrune: give the Trainer only one"
-    ):
+    with pytest.raises(GrowpruneError, match="ModelPruning prunes the same weights as GrowPrune"):
         fit(tmp_path, GrowPrune(sparsity=0.9, storage=storage), callbacks=[pruning])
 
 

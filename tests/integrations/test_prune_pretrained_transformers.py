@@ -1,7 +1,5 @@
 """gp.prune_pretrained on models of transformers, and the example that prunes, retrains, saves and generates."""
 
-from __future__ import annotations
-
 import copy
 import re
 import runpy

@@ -1,7 +1,5 @@
 """What both trainers do alike: figures after a resume, early stopping, training on, and models that are trained."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,13 @@ pl = pytest.importorskip("lightning.pytorch")
 
 import transformers as hf  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping  # noqa: E402
-from lightning_cases import Loader, Module, every, fit  # noqa: E402
+from lightning_cases import QUIET, Loader, Module, every, fit  # noqa: E402
 from transformers_cases import make_data, make_model, make_trainer, train  # noqa: E402
 
 from growprune.integrations.lightning import GrowPrune  # noqa: E402
 from growprune.integrations.transformers import GrowPruneCallback  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = QUIET
 FIGURES = ("sparsity", "live_weights", "phase", "churn")
 
 

@@ -1,7 +1,5 @@
 """Both trainers extend a finished training, prune a sparse model further, and know a pretrained one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,14 @@ pl = pytest.importorskip("lightning.pytorch")
 
 import transformers as hf  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning_cases import Module, assert_same, fit, shuffled, zeros  # noqa: E402
+from lightning_cases import QUIET, Module, assert_same, fit, shuffled, zeros  # noqa: E402
 from transformers_cases import assert_same_bits, make_data, make_model, make_trainer, train  # noqa: E402
 
 from growprune import GrowpruneError  # noqa: E402
 from growprune.integrations.lightning import GrowPrune  # noqa: E402
 from growprune.integrations.transformers import GrowPruneCallback  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
-]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode")]
 STORAGES = pytest.mark.parametrize("storage", ["masked", "compact"])
 METHODS = pytest.mark.parametrize("method", ["gradual_gap", "cyclic_gap"])
 

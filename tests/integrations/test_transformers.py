@@ -1,7 +1,5 @@
 """GrowPruneCallback in the Trainer of transformers: exact counts, exact resume, and what else it promises."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -62,7 +60,6 @@ def test_a_training_ends_at_its_count_is_saved_and_resumes_to_the_same_bits(
 
     again, resumed = train(tmp_path, name, method, storage=storage, args=SAVING, resume=f"{tmp_path}/checkpoint-3")
     assert_same_bits(again.model, trainer.model)
-    assert resumed.sparse is not None
     assert all(torch.equal(mask, sparse.masks[name]) for name, mask in resumed.sparse.masks.items())
 
 
@@ -217,7 +214,6 @@ def test_figures_are_logged_before_other_callbacks_look(tmp_path: Path) -> None:
     assert [log["phase"] for log in steps] == [1, 2, 2, 3, 3, 4, 4, 4]
     assert [log["churn"] > 0 for log in steps] == [False, True, False, True, False, False, False, False]
     assert steps[-1]["sparsity"] == 0.75
-    assert callback.sparse is not None
     assert steps[-1]["live_weights"] * 4 == callback.sparse.num_prunable
     assert sum(key.startswith("density/") for key in steps[-1]) == len(callback.sparse.weights)
     history = [log for log in trainer.state.log_history if "loss" in log]
@@ -226,10 +222,7 @@ def test_figures_are_logged_before_other_callbacks_look(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("restart", "factors"),
-    [
-        (True, [1, 0.5, 1, 0.5, 1, 0.75, 0.5, 0.25]),
-        (False, [1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-    ],
+    [(True, [1, 0.5, 1, 0.5, 1, 0.75, 0.5, 0.25]), (False, [1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125])],
 )
 def test_phases_that_restart_have_a_fresh_optimizer_and_the_whole_schedule(
     restart: bool, factors: list[float], tmp_path: Path
@@ -269,7 +262,6 @@ def test_steps_that_a_gradient_scaler_skips_do_not_count_and_the_plan_ends_all_t
 
 def test_a_second_training_goes_on_with_the_masks_of_the_first(tmp_path: Path) -> None:
     trainer, callback = train(tmp_path, "bert")
-    assert callback.sparse is not None
     masks, weights = callback.sparse.masks, {k: v.clone() for k, v in trainer.model.state_dict().items()}
     trainer.args.max_steps = 3
     trainer.train()
@@ -298,7 +290,6 @@ def test_adapters_of_peft_stay_dense_and_what_is_pruned_below_them_is_resumed(st
         return trainer, callback
 
     trainer, callback = adapted(None)
-    assert callback.sparse is not None
     assert not [weight.name for weight in callback.sparse.weights if "lora" in weight.name]
     again, _ = adapted(f"{tmp_path}/checkpoint-3")
     assert_same_bits(again.model, trainer.model)

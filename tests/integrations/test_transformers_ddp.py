@@ -1,7 +1,5 @@
 """GrowPruneCallback in a Trainer of two processes: they agree to the last bit."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path

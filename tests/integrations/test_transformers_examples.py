@@ -1,7 +1,5 @@
 """The examples with transformers and accelerate run, and end as they say."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

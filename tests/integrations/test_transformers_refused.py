@@ -1,7 +1,5 @@
 """What GrowPruneCallback refuses, in one line each, and says what to do."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys
@@ -55,11 +53,7 @@ def test_a_wrong_setting_is_refused_when_the_callback_is_made(given: dict[str, A
             {},
             "parallel_gap trains branches on several machines, which a single loop cannot do",
         ),
-        (
-            {"method": "grasp", "storage": "compact"},
-            {},
-            "by=grasp needs dense tensors .*: use storage='masked'",
-        ),
+        ({"method": "grasp", "storage": "compact"}, {}, "by=grasp needs dense tensors .*: use storage='masked'"),
         (
             {"method": "rigl"},
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 4},
@@ -203,9 +197,7 @@ class Stopping(hf.TrainerCallback):
 def test_a_training_that_stops_too_early_says_so_and_begins_no_second_time(tmp_path: Path) -> None:
     callback = GrowPruneCallback("gradual_gap", sparsity=0.75)
     trainer = make_trainer(tmp_path, make_model("bert"), make_data("bert"), callback, Stopping())
-    with pytest.warns(
-        UserWarning, match=r"ended at step 2 of 8 of the plan, at sparsity 0.4 \(target 0.75\): resume with"
-    ):
+    with pytest.warns(UserWarning, match=r"ended at step 2 of 8 of the plan, at sparsity 0.4 \(target 0.75\)"):
         trainer.train()
     with pytest.raises(GrowpruneError, match="the plan is at step 2 of 8"):
         trainer.train()
@@ -223,9 +215,7 @@ def test_a_model_that_is_not_at_the_target_can_still_be_evaluated(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["sparse", "cursor"])
 def test_a_callback_has_no_model_before_the_training(name: str) -> None:
-    with pytest.raises(
-        GrowpruneError, match=r"^GrowPruneCallback has no model yet: it gets one when the trainer starts to train"
-    ):
+    with pytest.raises(GrowpruneError, match=r"^GrowPruneCallback has no model yet"):
         getattr(GrowPruneCallback(sparsity=0.9), name)
 
 

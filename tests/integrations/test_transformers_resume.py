@@ -1,7 +1,5 @@
 """Which checkpoints of a Trainer can be resumed from, whenever it was stopped."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,9 +33,7 @@ def test_the_last_checkpoint_is_the_newest_that_was_written_to_its_end(tmp_path:
 def test_a_checkpoint_that_lacks_our_state_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
     train(tmp_path, "bert", args=SAVING)
     shutil.rmtree(tmp_path / "checkpoint-8" / "growprune")
-    with pytest.raises(
-        GrowpruneError, match=r"checkpoint-8 has no complete folder.*; resume with .*last_checkpoint\(output_dir\), or"
-    ):
+    with pytest.raises(GrowpruneError, match=r"checkpoint-8 has no complete folder.*last_checkpoint\(output_dir\)"):
         train(tmp_path, "bert", args=SAVING, resume=True)
 
 

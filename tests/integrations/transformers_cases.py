@@ -1,7 +1,5 @@
 """Tiny models of transformers, made of their configurations, and trainers for them; nothing is fetched."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The logs for people: metrics.csv and TensorBoard's files."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The log to Weights & Biases: with a module in its place, and with the package itself, offline."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,21 +1,10 @@
 """How sparsity is shared among layers."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from growprune.masks.allocation import (
-    ALLOCATIONS,
-    Pool,
-    erk,
-    erk_counts,
-    global_,
-    num_kept,
-    parse_allocation,
-    uniform,
-)
+from growprune.masks.allocation import ALLOCATIONS, Pool, erk, erk_counts, global_, num_kept, parse_allocation, uniform
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import parse_pattern
 
@@ -40,20 +29,20 @@ def test_global_ranks_the_whole_model_together() -> None:
     assert global_([SMALL, LARGE], [SMALL], 0.9, FREE) == [Pool((SMALL, LARGE), 1010, least=(0, 30))]
 
 
-def test_erk_by_hand() -> None:
-    # (10 + 10) / 100 = 0.2 and (100 + 100) / 10000 = 0.02; epsilon = 1010 / (0.2 * 100 + 0.02 * 10000) = 4.5909...
-    # so 4.59 * 20 = 91.8 and 4.59 * 200 = 918.2 weights; the missing one goes to the larger remainder
-    assert erk_counts([(10, 10), (100, 100)], [100, 10_000], 0.9) == [92, 918]
-
-
-def test_erk_by_hand_with_a_layer_that_stays_dense() -> None:
-    # epsilon = 52 / (1 * 4 + 0.2 * 100) = 2.17 is more than all of the first: it is dense, 48 are left
-    assert erk_counts([(2, 2), (10, 10)], [4, 100], 0.5) == [4, 48]
-
-
-def test_erk_counts_the_kernel_among_the_dimensions() -> None:
-    # (4 + 2 + 3 + 3) / 72 = 1/6 and (6 + 6) / 36 = 1/3; epsilon = 54 / (12 + 12) = 2.25: 27 each
-    assert erk_counts([(4, 2, 3, 3), (6, 6)], [72, 36], 0.5) == [27, 27]
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "sparsity", "counts"),
+    [
+        # (10 + 10) / 100 = 0.2 and (100 + 100) / 10000 = 0.02; epsilon = 1010 / (0.2 * 100 + 0.02 * 10000) = 4.5909...
+        # so 4.59 * 20 = 91.8 and 4.59 * 200 = 918.2 weights; the missing one goes to the larger remainder
+        ([(10, 10), (100, 100)], [100, 10_000], 0.9, [92, 918]),
+        # epsilon = 52 / (1 * 4 + 0.2 * 100) = 2.17 is more than all of the first: it is dense, 48 are left
+        ([(2, 2), (10, 10)], [4, 100], 0.5, [4, 48]),
+        # the kernel counts: (4 + 2 + 3 + 3) / 72 = 1/6 and (6 + 6) / 36 = 1/3; epsilon = 54 / (12 + 12) = 2.25: 27 each
+        ([(4, 2, 3, 3), (6, 6)], [72, 36], 0.5, [27, 27]),
+    ],
+)
+def test_erk_by_hand(shapes: list[tuple[int, ...]], sizes: list[int], sparsity: float, counts: list[int]) -> None:
+    assert erk_counts(shapes, sizes, sparsity) == counts
 
 
 def test_erk_of_parts_adds_up_to_the_whole() -> None:
@@ -102,7 +91,5 @@ def test_every_allocation_keeps_the_asked_share_of_all_groups(name: str, pattern
 
 
 def test_an_unknown_allocation_lists_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match="allocation must be one of uniform, erk, global, global_no_floor, got 'gobal'"
-    ):
+    with pytest.raises(ValueError, match=r"allocation must be one of uniform, .*, got 'gobal'"):
         parse_allocation("gobal")

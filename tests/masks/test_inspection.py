@@ -1,7 +1,5 @@
 """Output layers, found by following an example, or by registration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

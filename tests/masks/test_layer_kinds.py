@@ -1,7 +1,5 @@
 """Layers that are stored otherwise than Linear: patterns along their inputs, storages, files and random builds."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Masks held as bits, as masked storage holds them on a GPU; here on a CPU, with the kernel written in torch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

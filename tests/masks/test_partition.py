@@ -1,9 +1,8 @@
 """Partitions: every tensor in exactly one part, the parts in order and as equal as can be, blocks left whole."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -203,9 +202,18 @@ def test_the_whole_is_one_part_with_every_tensor() -> None:
     assert sorted(Partition.of(model, [["0", "4"], ["2"]]).whole.tensors) == sorted(tensor_names(model))
 
 
-def test_a_tensor_in_no_part_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"'2\.weight' belongs to no part"):
-        Partition.of(mlp(2, 2, 2), [["0"]])
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ([["0"]], r"'2\.weight' belongs to no part"),
+        ([["0"], ["2", "head"]], r"prefix 'head' matches no parameter or buffer .* has 0, 2$"),
+        ([["0", "2"], ["2"]], "prefix '2' is in part 0 and in part 1"),
+        ([["0"], "2"], r"part 1 must be a list of names or globs, got '2'. Did you mean \['2'\]"),
+    ],
+)
+def test_parts_that_are_none_are_refused_with_what_is_wrong(parts: list[list[str]], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Partition.of(mlp(2, 2, 2), parts)
 
 
 def test_a_buffer_in_no_part_is_an_error_too() -> None:
@@ -214,28 +222,11 @@ def test_a_buffer_in_no_part_is_an_error_too() -> None:
         Partition.of(model, [["0"]])
 
 
-def test_a_prefix_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match=r"prefix 'head' matches no parameter or buffer of the model; the model has 0, 2$"
-    ):
-        Partition.of(mlp(2, 2, 2), [["0"], ["2", "head"]])
-
-
 def test_a_misspelt_prefix_is_named_with_those_that_are_near() -> None:
     model = nn.ModuleDict({"block": mlp(2, 2, 2), "head": nn.Linear(2, 2)})
     says = r"prefix 'blok\.0' matches no parameter or buffer of the model; did you mean 'block\.0' or "
     with pytest.raises(ValueError, match=says):
         Partition.of(model, [["blok.0"], ["block.2", "head"]])
-
-
-def test_a_prefix_in_two_parts_is_an_error() -> None:
-    with pytest.raises(ValueError, match="prefix '2' is in part 0 and in part 1"):
-        Partition.of(mlp(2, 2, 2), [["0", "2"], ["2"]])
-
-
-def test_a_bare_text_as_a_part_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"part 1 must be a list of names or globs, got '2'. Did you mean \['2'\]"):
-        Partition.of(mlp(2, 2, 2), [["0"], "2"])
 
 
 def test_the_longest_prefix_wins() -> None:
@@ -369,15 +360,14 @@ def test_an_embedding_model_is_cut_between_its_layers() -> None:
     assert (owner["0.weight"], owner["1.weight"], owner["3.weight"]) == (0, 0, 1)
 
 
-@pytest.mark.parametrize("kappa", [0, -1, 1.5, True])
-def test_kappa_must_be_a_positive_count(kappa: int) -> None:
-    with pytest.raises(ValueError, match=r"parts must be an integer >= 1, got .*"):
-        Partition.contiguous(mlp(2, 2, 2), kappa)
-
-
-def test_kappa_may_not_exceed_the_number_of_layers() -> None:
-    with pytest.raises(ValueError, match="parts must be <= the number of layers of the model, 2, got 3"):
-        Partition.contiguous(mlp(2, 2, 2), 3)
+@pytest.mark.parametrize(
+    ("kappa", "allowed"),
+    [*((kappa, "an integer >= 1") for kappa in (0, -1, 1.5, True)), (3, "<= the number of layers of the model, 2")],
+)
+@pytest.mark.parametrize("cut", [Partition.contiguous, Partition.balanced])
+def test_kappa_is_a_count_of_at_most_the_number_of_layers(cut: Any, kappa: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"parts must be {allowed}, got {kappa}"):
+        cut(mlp(2, 2, 2), kappa)
 
 
 # What is included

@@ -1,7 +1,5 @@
 """Patterns, against masks written out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -48,14 +46,37 @@ def as_rows(mask: Tensor) -> list[str]:
 # Unstructured
 
 
-def test_unstructured_keeps_the_largest_magnitudes_anywhere() -> None:
-    values = torch.tensor([[1.0, -4.0, 2.0], [0.0, 3.0, -5.0]])
-    assert as_rows(kept("unstructured", values, 3)) == [".x.", ".xx"]
+OVERHANGING = [[1, 1, 1, 1, 3], [1, 1, 1, 1, 3], [1, 1, 2, 2, 5]]  # sums 4 4 6 / 2 4 5
 
 
-def test_unstructured_breaks_ties_by_flat_index() -> None:
-    assert as_rows(kept("unstructured", torch.ones(2, 4), 5)) == ["xxxx", "x..."]
-    assert as_rows(kept("unstructured", torch.zeros(2, 4), 3)) == ["xxx.", "...."]
+@pytest.mark.parametrize(
+    ("pattern", "values", "k", "rows"),
+    [
+        ("unstructured", [[1, -4, 2], [0, 3, -5]], 3, [".x.", ".xx"]),
+        ("unstructured", [[1] * 4] * 2, 5, ["xxxx", "x..."]),  # ties go by flat index
+        ("unstructured", [[0] * 4] * 2, 3, ["xxx.", "...."]),
+        # a 1x4 block lives or dies as a whole by the sum of its magnitudes, here 9 12 / 4 8
+        ("1x4", [[9, 0, 0, 0, -3, 3, -3, 3], [1, 1, 1, 1, 2, 2, 2, 2]], 1, ["....xxxx", "........"]),
+        ("1x4", [[9, 0, 0, 0, -3, 3, -3, 3], [1, 1, 1, 1, 2, 2, 2, 2]], 2, ["xxxxxxxx", "........"]),
+        ("1x4", [[9, 0, 0, 0, -3, 3, -3, 3], [1, 1, 1, 1, 2, 2, 2, 2]], 3, ["xxxxxxxx", "....xxxx"]),
+        # a 2x2 block spans two outputs and two inputs; sums 4 5 / 3 8
+        ("2x2", [[1, 1, 0, 5], [1, 1, 0, 0], [3, 0, 2, 2], [0, 0, 2, 2]], 2, ["..xx", "..xx", "..xx", "..xx"]),
+        ("2x2", [[1, 1, 0, 5], [1, 1, 0, 0], [3, 0, 2, 2], [0, 0, 2, 2]], 3, ["xxxx", "xxxx", "..xx", "..xx"]),
+        # what overhangs an edge counts as zeros there
+        ("2x2", OVERHANGING, 1, ["....x", "....x", "....."]),
+        ("2x2", OVERHANGING, 2, ["....x", "....x", "....x"]),
+        ("2x2", OVERHANGING, 3, ["xx..x", "xx..x", "....x"]),
+        ("2x2", OVERHANGING, 5, ["xxxxx", "xxxxx", "..xxx"]),
+        ("4x8", [[1] * 3] * 2, 1, ["xxx", "xxx"]),  # larger than the weight: it is the weight
+        ("1x2", [[1] * 4] * 2, 3, ["xxxx", "xx.."]),  # equal blocks are taken in order
+        ("2:4", [[4, -3, 2, 1, 1, 2, -3, 4], [9, 9, 9, 9, 0, 1, 0, 0]], 8, ["xx....xx", "xx..xx.."]),
+        ("2:4", [[9, 8, 7, 6, 1, 2, 3, 4]], 3, ["xx.....x"]),  # below a half, the best that the pattern allows
+    ],
+)
+def test_the_groups_of_the_largest_magnitudes_live(
+    pattern: str, values: list[list[float]], k: int, rows: list[str]
+) -> None:
+    assert as_rows(kept(pattern, torch.tensor(values, dtype=torch.float32), k)) == rows
 
 
 def test_ties_go_by_logical_position_whatever_the_memory_layout() -> None:
@@ -78,34 +99,8 @@ def test_unstructured_works_in_every_float_type(dtype: torch.dtype) -> None:
 # Blocks
 
 
-def test_a_1x4_block_lives_or_dies_as_a_whole_by_the_sum_of_its_magnitudes() -> None:
-    values = torch.tensor([[9.0, 0, 0, 0, -3, 3, -3, 3], [1.0, 1, 1, 1, 2, 2, 2, 2]])  # sums 9 12 / 4 8
-    assert as_rows(kept("1x4", values, 1)) == ["....xxxx", "........"]
-    assert as_rows(kept("1x4", values, 2)) == ["xxxxxxxx", "........"]
-    assert as_rows(kept("1x4", values, 3)) == ["xxxxxxxx", "....xxxx"]
-
-
-def test_a_2x2_block_spans_two_outputs_and_two_inputs() -> None:
-    values = torch.tensor([[1.0, 1, 0, 5], [1, 1, 0, 0], [3, 0, 2, 2], [0, 0, 2, 2]])  # sums 4 5 / 3 8
-    assert as_rows(kept("2x2", values, 2)) == ["..xx", "..xx", "..xx", "..xx"]
-    assert as_rows(kept("2x2", values, 3)) == ["xxxx", "xxxx", "..xx", "..xx"]
-
-
-def test_blocks_that_overhang_an_edge_count_as_zeros_there() -> None:
-    values = torch.tensor([[1.0, 1, 1, 1, 3], [1, 1, 1, 1, 3], [1, 1, 2, 2, 5]])  # sums 4 4 6 / 2 4 5
-    assert as_rows(kept("2x2", values, 1)) == ["....x", "....x", "....."]
-    assert as_rows(kept("2x2", values, 2)) == ["....x", "....x", "....x"]
-    assert as_rows(kept("2x2", values, 3)) == ["xx..x", "xx..x", "....x"]
-    assert as_rows(kept("2x2", values, 5)) == ["xxxxx", "xxxxx", "..xxx"]
-
-
-def test_a_block_larger_than_the_weight_is_the_weight() -> None:
-    assert as_rows(kept("4x8", torch.ones(2, 3), 1)) == ["xxx", "xxx"]
+def test_a_block_larger_than_the_weight_is_one_group() -> None:
     assert Block(height=4, width=8).num_groups(Weight("w", "w", (2, 3))) == 1
-
-
-def test_equal_blocks_are_taken_in_order() -> None:
-    assert as_rows(kept("1x2", torch.ones(2, 4), 3)) == ["xxxx", "xx.."]
 
 
 def test_blocks_of_a_convolution_run_along_the_input_channels() -> None:
@@ -162,16 +157,6 @@ def test_block_sums_of_half_precision_are_made_in_float32() -> None:
 
 
 # N:M
-
-
-def test_2_of_4_keeps_the_two_largest_of_every_four() -> None:
-    values = torch.tensor([[4.0, -3, 2, 1, 1, 2, -3, 4], [9, 9, 9, 9, 0, 1, 0, 0]])
-    assert as_rows(kept("2:4", values, 8)) == ["xx....xx", "xx..xx.."]
-
-
-def test_2_of_4_below_a_half_keeps_the_best_that_the_pattern_allows() -> None:
-    values = torch.tensor([[9.0, 8, 7, 6, 1, 2, 3, 4]])
-    assert as_rows(kept("2:4", values, 3)) == ["xx.....x"]
 
 
 def test_1_of_4_on_a_convolution_runs_along_the_inputs() -> None:

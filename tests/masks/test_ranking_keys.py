@@ -1,7 +1,5 @@
 """What edits rank by."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

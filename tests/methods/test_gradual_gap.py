@@ -1,7 +1,5 @@
 """Gradual grow-and-prune, by hand: its sparsities, its parts, its memory."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import Any
@@ -214,11 +212,6 @@ def test_a_partition_can_be_written_as_text() -> None:
 def test_a_text_that_is_no_partition_says_which_are(text: str) -> None:
     with pytest.raises(gp.GrowpruneError, match=r"parts must be a number, contiguous\(4\), balanced\(4\)"):
         parse_partition(text)
-
-
-def test_balanced_refuses_more_parts_than_layers() -> None:
-    with pytest.raises(gp.GrowpruneError, match="parts must be <= the number of layers of the model, 4, got 5"):
-        Partition.balanced(model(), 5)
 
 
 @pytest.mark.parametrize("method", [gradual_gap, parallel_gradual_gap])

@@ -1,7 +1,5 @@
 """How a method that begins sparse comes to its first mask: at random, by magnitude, or as the model is."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -68,9 +66,7 @@ def test_only_what_the_first_edit_goes_by_is_another(name: str) -> None:
 
 @every_one
 def test_another_word_is_refused_where_the_plan_is_written(name: str) -> None:
-    with pytest.raises(
-        gp.GrowpruneError, match="initial_mask must be one of 'random', 'magnitude', 'as_is', got 'gradient'"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"initial_mask must be one of 'random', .*, got 'gradient'"):
         plan_of(name, parts(), initial_mask="gradient")
 
 
@@ -125,9 +121,7 @@ def test_as_is_looks_at_each_layer_unless_all_are_ranked_together() -> None:
     for i, to in ((0, 0.5), (2, 63 / 64), (4, 0.75), (6, 49 / 64)):
         uneven.prune(Part("S", (f"{i}.weight",)), to=to)
     assert uneven.num_alive == 32 + 1 + 16 + 15
-    with pytest.raises(
-        gp.GrowpruneError, match=r"0.weight has 32 live weights.*use allocation='global', which counts all layers"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"0.weight has 32 live weights.*use allocation='global'"):
         uneven.prune(to=0.75, by=By.AS_IS)
     together.restore(uneven.snapshot())
     together.prune(to=0.75, by=By.AS_IS)

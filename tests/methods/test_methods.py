@@ -1,7 +1,5 @@
 """Every method, against its paper's algorithm written out by hand, and all of them against one contract."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import random
@@ -211,9 +209,7 @@ def test_a_count_may_be_any_whole_number_and_else_is_named(name: str, count: str
     less = {key: value for key, value in options.items() if key == count or key != "every"}
     for bad in (float(options[count]), str(options[count]), None, True, torch.tensor(2.0), -1):
         if (count, bad) != ("every", None):  # which is what a method may be given for its own choice
-            with pytest.raises(
-                GrowpruneError, match=rf"^{count} must be an integer >= \d, got {re.escape(repr(bad))}$"
-            ):
+            with pytest.raises(GrowpruneError, match=rf"^{count} must be .* >= \d, got {re.escape(repr(bad))}$"):
                 METHODS[name](S, **{**less, count: bad})
 
 

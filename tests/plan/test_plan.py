@@ -1,9 +1,8 @@
 """A plan says what will happen, and nothing else: it can be listed twice, and refuses bad options at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,10 +56,11 @@ def test_an_edit_refuses_a_sparsity_outside_zero_to_one(sparsity: float) -> None
         grow(A, to=sparsity)
 
 
-@pytest.mark.parametrize("epochs", [-1, 1.5, True, "3", None])
-def test_a_phase_refuses_epochs_that_are_no_count(epochs: int) -> None:
-    with pytest.raises(ValueError, match=r"epochs must be an integer >= 0, got .*"):
-        Phase(epochs=epochs)
+@pytest.mark.parametrize("bad", [-1, 1.5, True, "3", None])
+@pytest.mark.parametrize("name", ["epochs", "iterations"])
+def test_a_phase_refuses_a_length_that_is_no_count(name: str, bad: Any) -> None:
+    with pytest.raises(GrowpruneError, match=rf"^{name} must be an integer >= 0, got .*$"):
+        Phase(**{name: bad})
 
 
 def test_a_phase_is_told_in_epochs_or_in_iterations_but_not_in_both() -> None:
@@ -70,12 +70,6 @@ def test_a_phase_is_told_in_epochs_or_in_iterations_but_not_in_both() -> None:
     assert [Phase(epochs=1).is_trained, Phase(iterations=1).is_trained, Phase().is_trained] == [True, True, False]
     with pytest.raises(GrowpruneError, match=r"^a phase takes epochs or iterations, got epochs=3 and iterations=5$"):
         Phase(epochs=3, iterations=5)
-
-
-@pytest.mark.parametrize("iterations", [-1, 1.5, True, "3", None])
-def test_a_phase_refuses_iterations_that_are_no_count(iterations: int) -> None:
-    with pytest.raises(GrowpruneError, match=r"^iterations must be an integer >= 0, got .*$"):
-        Phase(iterations=iterations)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, float("nan"), float("inf"), True, "0.3"])
@@ -105,9 +99,7 @@ def test_equal_numbers_make_equal_edits_that_are_written_alike() -> None:
 
 def test_what_an_edit_goes_by_may_be_named() -> None:
     assert Edit(Action.PRUNE, A, "snip", 0.5).by is By.SNIP  # type: ignore[arg-type]
-    with pytest.raises(
-        GrowpruneError, match=r"^by must be one of magnitude, random, gradient, momentum, .*, got 'luck'$"
-    ):
+    with pytest.raises(GrowpruneError, match=r"^by must be one of magnitude, random, .*, got 'luck'$"):
         parse_choice(By, "luck")
 
 

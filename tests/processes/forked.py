@@ -1,7 +1,5 @@
 """Processes that fork from one which has loaded torch: each starts seconds sooner than one of its own would."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Two processes that train replicas, forked from one that has only loaded what they need."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import queue

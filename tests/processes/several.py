@@ -1,7 +1,5 @@
 """A recipe on several processes that meet at a port, as torchrun would start them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small Transformers, and processes that stay, for the tests of sharding."""
 
-from __future__ import annotations
-
 import tempfile
 import traceback
 import warnings

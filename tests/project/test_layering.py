@@ -1,7 +1,5 @@
 """Imports go downwards only, inside functions too. A new package in src/growprune needs a row in MAY_IMPORT."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 import sys
@@ -42,13 +40,7 @@ MAY_IMPORT = {
 INSIDE_FUNCTIONS = {"sparse": ["sharding"]}
 """Upward imports that are allowed inside functions: FSDP2 takes a second to load, and only sharded models need it."""
 
-STANDARD_LIBRARY_ONLY = (
-    "errors.py",
-    "plan/",
-    "methods/",
-    "masks/layers.py",
-    "masks/partition.py",
-)
+STANDARD_LIBRARY_ONLY = ("errors.py", "plan/", "methods/", "masks/layers.py", "masks/partition.py")
 
 files = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 inner = [file for file in files if "/" in file]

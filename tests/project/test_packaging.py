@@ -1,7 +1,5 @@
 """What is given to people who do not have the repository."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Warnings name the line of the user that they are about."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

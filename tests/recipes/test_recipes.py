@@ -1,7 +1,5 @@
 """Recipes: every row of the paper is there and says what it expects; every tiny one runs, resumes, ends as stated."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -15,6 +13,7 @@ from paths import ROOT
 from report_runs import history, recipe, result, write_bare
 from small_data import EVERY_MAKER, MAKERS
 from tiny_recipes import TINY
+from toy import stopped
 
 import growprune as gp
 from growprune import engine
@@ -200,9 +199,7 @@ def run_whole_and_cut(recipe: Recipe, tmp_path: Path) -> dict[str, Any]:
     """Run it once, and once broken off half-way and resumed; both must give the same bits. Returns the result."""
     result = engine.train(recipe, tmp_path / "whole")
     iterations = len(result["history"]) * recipe.task.num_batches()
-    countdown = iter([False] * (iterations // 2))
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, tmp_path / "cut", should_stop=lambda: next(countdown, True))
+    stopped(recipe, tmp_path / "cut", (iterations // 2))
     again = engine.resume(recipe, tmp_path / "cut")
     assert (tmp_path / "cut/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
     assert again["test"] == result["test"]
@@ -211,9 +208,7 @@ def run_whole_and_cut(recipe: Recipe, tmp_path: Path) -> dict[str, Any]:
 
 def test_data_may_have_moved_when_a_run_is_resumed(data: dict[str, str], tmp_path: Path) -> None:
     recipe = with_data("translation-tiny/cyclic-80-uniform", data)
-    countdown = iter([False] * 2)
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, tmp_path / "run", should_stop=lambda: next(countdown, True))
+    stopped(recipe, tmp_path / "run", 2)
     moved = Path(data["translation"]).rename(tmp_path / "moved")
     result = engine.resume(replace(recipe, task=replace(recipe.task, data=str(moved))), tmp_path / "run")
     moved.rename(data["translation"])
@@ -270,13 +265,10 @@ def test_small_recipes_say_what_was_measured(study: str, monkeypatch: pytest.Mon
 
 def test_tables_are_those_of_the_stored_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXPERIMENTS)
-    import pictures
     import pretrained
     import pretrained_by_data
     import tables
 
-    for name, draw in pictures.PICTURES.items():
-        assert (pictures.IMAGES / name).read_text() == draw(), "run python experiments/pictures.py"
     for path, text in tables.files().items():
         assert path.read_text() == text, "run python experiments/tables.py --write"
     for script in (pretrained, pretrained_by_data):

@@ -1,7 +1,5 @@
 """Tables that come from stored runs of the laptop suite, and the suite itself."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The page about runs: what it says, what it lists, and what it refuses."""
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -56,7 +54,6 @@ def results(*paths: Path) -> dict[str, dict[str, str]]:
 def charts_of(page: str) -> Any:
     """The data of the charts, which must be valid JSON."""
     charts = re.search(r'id="charts">(.*?)</script>', page, re.DOTALL)
-    assert charts is not None
     return json.loads(charts[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 

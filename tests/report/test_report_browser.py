@@ -1,7 +1,5 @@
 """The page in a real browser: everything is drawn, nothing complains, nothing is fetched, and it fits on a phone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The charts as values: what is drawn where, and in which look."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +127,6 @@ def test_each_row_has_a_time_of_its_own(tmp_path: Path) -> None:
     write(tmp_path / "b", "gmp", seconds=300.0)
     group = only_group(tmp_path)
     chart = time_chart(group, Styles(group.rows))
-    assert chart is not None
     assert [(dot["y"], dot["x"]) for dot in chart.data] == [(["gmp:global 0.9"], [5.0]), (["rigl:global 0.9"], [10.0])]
 
 

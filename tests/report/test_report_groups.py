@@ -1,7 +1,5 @@
 """Which runs a page puts together: tasks, budgets, rows and the dense reference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -108,11 +106,7 @@ def test_rows_are_told_apart_by_what_differs(tmp_path: Path) -> None:
         write(
             tmp_path / str(number), "rigl", seed=number, recipe={"allocation": "uniform", "claim": str(number), **more}
         )
-    assert labels(groups_of(tmp_path)[0]) == {
-        "rigl:uniform 0.9": 2,
-        "rigl:erk 0.9": 1,
-        "rigl:uniform every=5 0.9": 1,
-    }
+    assert labels(groups_of(tmp_path)[0]) == {"rigl:uniform 0.9": 2, "rigl:erk 0.9": 1, "rigl:uniform every=5 0.9": 1}
 
 
 def test_settings_without_influence_make_no_row(tmp_path: Path) -> None:

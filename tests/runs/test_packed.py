@@ -1,7 +1,5 @@
 """One file with the results of many runs, in place of their folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

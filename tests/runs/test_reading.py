@@ -1,7 +1,5 @@
 """Runs read from their folders: which are found, what became of them, and what is wrong with their files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

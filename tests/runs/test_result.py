@@ -1,7 +1,5 @@
 """result.json: one schema for writer and readers, and what tables say of who made the results."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -66,10 +64,7 @@ def made_by(folder: Path, seed: int, **environment: str) -> None:
     "environments, note",
     [
         ([{"commit": "abc"}, {"commit": "abc"}], None),
-        (
-            [{"commit": "abc"}, {"commit": "def"}],
-            "different versions of growprune: commit abc (1 run); commit def",
-        ),
+        ([{"commit": "abc"}, {"commit": "def"}], "different versions of growprune: commit abc (1 run); commit def"),
         ([{"commit": "abc-dirty", "source": "12"}] * 2, None),
         ([{"commit": "", "source": "12"}, {"commit": "", "source": "34"}], "source 12 (1 run); source 34 (1 run)"),
         ([{"commit": "abc-dirty"}] * 2, "commit abc-dirty with local changes that are unknown (2 runs)"),
@@ -89,8 +84,7 @@ def test_a_table_says_if_the_users_own_code_differs(tmp_path: Path) -> None:
     for seed, digest in enumerate(("aa", "aa", "bb")):
         origin = {"source": "own.py:recipe", "files": {"own.py": digest, "same.py": "cc"}}
         write_bare(
-            tmp_path / str(seed) / "result.json",
-            result(recipe("gmp", 0.9, seed), 90.0, history([1000]), origin=origin),
+            tmp_path / str(seed) / "result.json", result(recipe("gmp", 0.9, seed), 90.0, history([1000]), origin=origin)
         )
     assert "own.py is not the same in all runs" in of_runs([tmp_path]).notes
     assert not [note for note in of_runs([tmp_path]).notes if "same.py" in note]

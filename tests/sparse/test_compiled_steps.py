@@ -1,7 +1,5 @@
 """torch.compile of an optimizer's step, or of a whole training step: hooks and edits run between its graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`copy.deepcopy` of a model with masked weights: a plain optimizer keeps its zeros."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Copies of a sparse model: moving averages, pickles, and the plain model that it becomes for other tools."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -96,9 +94,7 @@ def test_a_compact_average_with_another_mask_of_the_same_count_is_refused() -> N
     sparse.prune(share=0.5)
     sparse.grow(to=0.75, by=By.RANDOM)
     assert sum(p.numel() for p in average.module.parameters()) == sum(p.numel() for p in sparse.model.parameters())
-    with pytest.raises(
-        GrowpruneError, match="weight of the copy is compact and has another mask: copy the model again after"
-    ):
+    with pytest.raises(GrowpruneError, match="weight of the copy is compact and has another mask"):
         sparse.mask_copy(average)
 
 
@@ -121,9 +117,7 @@ def test_a_compact_copy_of_another_count_is_refused_and_nothing_changes(storage:
 def test_pickling_a_compact_model_says_what_to_do(name: str) -> None:
     sparse, _ = made(name, "compact")
     for write in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(
-            GrowpruneError, match=r"compact storage, which cannot be pickled or scripted: call sparse\.to_dense_\(\)"
-        ):
+        with pytest.raises(GrowpruneError, match=r"compact storage, .*: call sparse\.to_dense_\(\)"):
             write(sparse.model)
 
 
@@ -237,9 +231,7 @@ def test_a_model_made_dense_is_edited_no_more_and_its_optimizers_do_not_step(sto
         lambda: gp.Cursor(sparse, gp.methods.one_shot(whole, sparsity=0.5, epochs=1, finetune=1)),
     ]
     for call in calls:
-        with pytest.raises(
-            GrowpruneError, match=r"the model was made dense by to_dense_\(\): create a new SparseModel"
-        ):
+        with pytest.raises(GrowpruneError, match=r"the model was made dense by to_dense_\(\)"):
             call()
     sparse.model(x).sum().backward()
     with pytest.raises(GrowpruneError, match=r"the model was made dense by to_dense_\(\): create a new optimizer"):

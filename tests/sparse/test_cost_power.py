@@ -1,7 +1,5 @@
 """A ranking of all layers in which weights that cost many operations count less, or more."""
 
-from __future__ import annotations
-
 import copy
 from fractions import Fraction
 

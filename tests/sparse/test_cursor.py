@@ -1,11 +1,9 @@
 """One cursor for every loop: advanced by hand, by an optimizer, or iterated over, it does the same."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -66,20 +64,13 @@ def test_advance_may_jump_over_several_phases_at_once() -> None:
     assert cursor.is_over
 
 
-def test_a_plan_that_only_edits_is_done_at_once() -> None:
+@pytest.mark.parametrize(("sparsities", "alive"), [((), 1504), ((0.5, 0.75), 376)])
+def test_a_plan_without_training_is_done_at_once(sparsities: tuple[float, ...], alive: int) -> None:
     sparse, S = make()
-    cursor = Cursor(sparse, [Phase(prune(S.whole, to=0.5)), Phase(prune(S.whole, to=0.75))])
+    cursor = Cursor(sparse, [Phase(prune(S.whole, to=sparsity)) for sparsity in sparsities])
     assert cursor.advance(0) is None
     assert cursor.is_over
-    assert sparse.num_alive == 376
-
-
-def test_an_empty_plan_is_over_at_once() -> None:
-    sparse, _ = make()
-    cursor = Cursor(sparse, [])
-    assert cursor.advance(0) is None
-    assert cursor.is_over
-    assert list(Cursor(sparse, [])) == []
+    assert sparse.num_alive == alive
 
 
 def test_where_a_cursor_stands() -> None:
@@ -87,7 +78,6 @@ def test_where_a_cursor_stands() -> None:
     cursor = Cursor(sparse, steps_of(S))
     assert (cursor.position, cursor.current, cursor.iteration) == (-1, None, 0)
     cursor.advance(1)
-    assert cursor.current is not None
     assert (cursor.current.index, cursor.length, cursor.left) == (0, 2, 1)
 
 
@@ -159,23 +149,22 @@ def by_following(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str,
     return all_of(sparse, optimizer)
 
 
-@every_storage
-@pytest.mark.parametrize("restart", [True, False])
-def test_advancing_by_hand_and_by_itself_and_following_are_the_same_for_cyclic_gap(storage: str, restart: bool) -> None:
-    ends = []
-    for loop in (by_hand, by_itself, by_following):
-        sparse, S = make(storage=storage)
-        ends.append(loop(sparse, cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=2, restart=restart)))
-    check_same_bits(ends[0], ends[1])
-    check_same_bits(ends[0], ends[2])
+CYCLIC = {"sparsity": 0.75, "steps": 3, "epochs": 1, "finetune": 2}
+PLANS: dict[str, Callable[[Partition], Plan]] = {
+    "restarts": lambda S: cyclic_gap(S, **CYCLIC, restart=True),
+    "continues": lambda S: cyclic_gap(S, **CYCLIC, restart=False),
+    "forks": lambda S: parallel_gap(S, sparsity=0.75, steps=2, epochs=1, finetune=1),
+    "growth by gradient": lambda S: rigl(S, sparsity=0.75, iterations=12, every=3, drop=0.5),
+}
 
 
 @every_storage
-def test_forks_are_the_same_in_every_loop(storage: str) -> None:
+@pytest.mark.parametrize("name", PLANS)
+def test_advancing_by_hand_and_by_itself_and_following_are_the_same(name: str, storage: str) -> None:
     ends = []
     for loop in (by_hand, by_itself, by_following):
         sparse, S = make(storage=storage)
-        ends.append(loop(sparse, parallel_gap(S, sparsity=0.75, steps=2, epochs=1, finetune=1)))
+        ends.append(loop(sparse, PLANS[name](S)))
         assert sparse.num_alive == 376
     check_same_bits(ends[0], ends[1])
     check_same_bits(ends[0], ends[2])
@@ -186,16 +175,6 @@ def test_forks_need_a_fork_cursor() -> None:
     with pytest.raises(GrowpruneError, match="Cursor trains no branches of a fork"):
         Cursor(sparse, parallel_gap(S, sparsity=0.75, steps=2, epochs=1, finetune=1))
     assert sparse.waiting is None
-
-
-@every_storage
-def test_growth_by_gradient_is_the_same_in_every_loop(storage: str) -> None:
-    ends = []
-    for loop in (by_hand, by_itself, by_following):
-        sparse, S = make(storage=storage)
-        ends.append(loop(sparse, rigl(S, sparsity=0.75, iterations=12, every=3, drop=0.5)))
-    check_same_bits(ends[0], ends[1])
-    check_same_bits(ends[0], ends[2])
 
 
 def test_a_plain_loop_over_a_dataloader_runs_rigl_unchanged() -> None:
@@ -232,24 +211,21 @@ def momenta(optimizer: torch.optim.Optimizer) -> int:
     return sum("momentum_buffer" in state for state in optimizer.state.values())
 
 
-def test_a_phase_that_restarts_empties_the_state_of_the_optimizer_and_another_does_not() -> None:
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ([Phase(iterations=1), Phase(iterations=1, restart=True), Phase(iterations=2)], [0, 6, 6]),
+        ([Phase(iterations=1), Phase(restart=True), Phase(iterations=1)], [0]),  # also if it has no iterations
+    ],
+)
+def test_a_phase_that_restarts_empties_the_state_of_the_optimizer_and_another_does_not(
+    plan: list[Stage], expected: list[int]
+) -> None:
     sparse, _ = make()
-    plan = [Phase(iterations=1), Phase(iterations=1, restart=True), Phase(iterations=1), Phase(iterations=1)]
-    cursor = Cursor(sparse, plan)
-    optimizer = cursor.attach(sgd(sparse.model.parameters()))
-    had = []
-    for iteration in range(4):
+    optimizer = Cursor(sparse, plan).attach(sgd(sparse.model.parameters()))
+    for iteration, had in enumerate(expected):
         train_step(sparse.model, optimizer, iteration)
-        had.append(momenta(optimizer))
-    assert had == [0, 6, 6, 6]
-
-
-def test_a_phase_without_iterations_that_restarts_empties_the_state_too() -> None:
-    sparse, _ = make()
-    cursor = Cursor(sparse, [Phase(iterations=1), Phase(restart=True), Phase(iterations=1)])
-    optimizer = cursor.attach(sgd(sparse.model.parameters()))
-    train_step(sparse.model, optimizer, 0)
-    assert momenta(optimizer) == 0
+        assert momenta(optimizer) == had
 
 
 def test_every_branch_has_a_fresh_optimizer_and_so_has_what_follows_a_fork() -> None:
@@ -319,9 +295,7 @@ def test_advancing_backwards_is_refused() -> None:
     sparse, S = make()
     cursor = Cursor(sparse, steps_of(S))
     cursor.advance(2)
-    with pytest.raises(
-        GrowpruneError, match=r"^advance\(1\) goes backwards: 2 iterations of the plan are done\. [^\n]*$"
-    ):
+    with pytest.raises(GrowpruneError, match=r"^advance\(1\) goes backwards: 2 iterations [^\n]*$"):
         cursor.advance(1)
     cursor.advance(2)
     with pytest.raises(GrowpruneError, match=r"advance\(-1\) goes backwards"):
@@ -332,10 +306,7 @@ def test_advancing_backwards_is_refused() -> None:
 def test_iterations_are_whole_numbers(iteration: Any) -> None:
     sparse, S = make()
     cursor = Cursor(sparse, steps_of(S))
-    with pytest.raises(
-        GrowpruneError,
-        match=r"^advance takes the number of iterations that are done, an integer such as 3, got [^\n]*$",
-    ):
+    with pytest.raises(GrowpruneError, match=r"^advance takes .* an integer such as 3, got [^\n]*$"):
         cursor.advance(iteration)
     cursor.advance(torch.tensor(1))  # type: ignore[arg-type]
     assert cursor.iteration == 1 and type(cursor.iteration) is int
@@ -424,11 +395,7 @@ def test_an_edit_that_cannot_reach_its_count_says_where_it_stands() -> None:
     cursor = Cursor(sparse, plan)
     for iteration in range(4):
         cursor.advance(iteration)
-    with pytest.raises(
-        GrowpruneError,
-        match=r"^phase 1 \(stage 1: prune all to 0.5\), at iteration 4: cannot prune 0.weight to sparsity 0.5: "
-        r"that needs \d+ live weights, but \d+ are live; grow first$",
-    ):
+    with pytest.raises(GrowpruneError, match=r"^phase 1 \(stage 1: prune all to 0.5\), at iteration 4: .* 0.weight"):
         cursor.advance(4)
     assert sparse.num_alive == 376
 
@@ -437,9 +404,7 @@ def test_a_share_that_has_no_room_to_grow_says_where_it_stands() -> None:
     sparse, S = make()
     cursor = Cursor(sparse, [Phase(prune(S.whole, to=0.25), iterations=1), Phase(grow(S.whole, share=0.5))])
     cursor.advance(0)
-    with pytest.raises(
-        GrowpruneError, match=r"at iteration 1: cannot grow 0.5 more of all: .* the pattern allows at most 288$"
-    ):
+    with pytest.raises(GrowpruneError, match=r"at iteration 1: cannot grow 0.5 more of all: .* at most 288$"):
         cursor.advance(1)
 
 
@@ -527,7 +492,8 @@ def test_a_plan_lives_as_long_as_its_model() -> None:
     del model, S
     gc.collect()
     assert left() is None
-    optimizer.step()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_of_two_cursors_of_a_model_the_one_attached_last_advances() -> None:
@@ -602,9 +568,7 @@ def test_weights_that_compact_storage_would_lose_are_not_loaded_in_silence() -> 
     dense, _ = make(storage="compact")
     sparse, S = make(storage="compact")
     Cursor(sparse, static_random(S, sparsity=0.75, iterations=2)).attach(sgd(sparse.model.parameters()))
-    with pytest.raises(
-        GrowpruneError, match=r"1,128 weights of 0\.weight, 3\.weight, 5\.weight are non-zero where the mask prunes"
-    ):
+    with pytest.raises(GrowpruneError, match=r"1,128 weights of 0\.weight, 3\.weight, 5\.weight are non-zero"):
         sparse.model.load_state_dict(dense.model.state_dict())
 
 

@@ -1,6 +1,6 @@
 """Wanda and SparseGPT on matrices of a few numbers, against values by hand and closed-form solutions."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 import torch
@@ -41,32 +41,27 @@ def test_any_total_that_fits_is_shared_out(room: list[int], data: st.DataObject)
 # Wanda
 
 
-def test_wanda_multiplies_a_weight_by_the_norm_of_its_input_and_ranks_each_row() -> None:
-    matrix = torch.tensor([[1.0, -2.0, 3.0, 4.0], [-8.0, 0.5, 1.0, 0.25]])
-    squares = torch.tensor([[16.0, 1.0, 4.0, 0.25]])  # norms 4, 1, 2, 0.5: scores 4 2 6 2 and 32 0.5 2 0.125
-    mask = wanda_mask(matrix, full(matrix), squares, 4, Unstructured())
-    assert mask.int().tolist() == [[1, 0, 1, 0], [1, 0, 1, 0]]
-
-
-def test_wanda_by_layer_ranks_all_rows_together() -> None:
-    matrix = torch.tensor([[1.0, -2.0], [8.0, 7.0]])
-    squares = torch.tensor([[4.0, 1.0]])  # scores 2 2, 16 7
-    assert wanda_mask(matrix, full(matrix), squares, 2, Unstructured()).int().tolist() == [[1, 0], [1, 0]]
-    mask = wanda_mask(matrix, full(matrix), squares, 2, Unstructured(), by_row=False)
-    assert mask.int().tolist() == [[0, 0], [1, 1]]
-
-
-def test_wanda_gives_each_group_of_rows_the_norms_of_its_own_inputs() -> None:
-    matrix = torch.tensor([[2.0, 3.0], [2.0, 3.0]])
-    mask = wanda_mask(matrix, full(matrix), torch.tensor([[4.0, 1.0], [1.0, 4.0]]), 2, Unstructured())
-    assert mask.int().tolist() == [[1, 0], [0, 1]]
-
-
-def test_wanda_keeps_two_of_four_by_score_and_blocks_by_the_sum_of_scores() -> None:
-    matrix = torch.tensor([[5.0, 4.0, 3.0, 1.0]])
-    squares = torch.tensor([[0.01, 1.0, 1.0, 100.0]])  # scores 0.5 4 3 10
-    assert wanda_mask(matrix, full(matrix), squares, 2, parse_pattern("2:4")).int().tolist() == [[0, 1, 0, 1]]
-    assert wanda_mask(matrix, full(matrix), squares, 1, parse_pattern("1x2")).int().tolist() == [[0, 0, 1, 1]]
+@pytest.mark.parametrize(
+    ("matrix", "squares", "kept", "pattern", "by_row", "expected"),
+    [
+        # norms 4, 1, 2, 0.5: scores 4 2 6 2 and 32 0.5 2 0.125
+        ([[1, -2, 3, 4], [-8, 0.5, 1, 0.25]], [[16, 1, 4, 0.25]], 4, "unstructured", True, [[1, 0, 1, 0]] * 2),
+        # scores 2 2, 16 7
+        ([[1, -2], [8, 7]], [[4, 1]], 2, "unstructured", True, [[1, 0], [1, 0]]),
+        ([[1, -2], [8, 7]], [[4, 1]], 2, "unstructured", False, [[0, 0], [1, 1]]),
+        # each group of rows has the norms of its own inputs
+        ([[2, 3], [2, 3]], [[4, 1], [1, 4]], 2, "unstructured", True, [[1, 0], [0, 1]]),
+        # scores 0.5 4 3 10: two of four by score, and blocks by the sum of scores
+        ([[5, 4, 3, 1]], [[0.01, 1, 1, 100]], 2, "2:4", True, [[0, 1, 0, 1]]),
+        ([[5, 4, 3, 1]], [[0.01, 1, 1, 100]], 1, "1x2", True, [[0, 0, 1, 1]]),
+    ],
+)
+def test_wanda_ranks_weights_times_the_norms_of_their_inputs(
+    matrix: Any, squares: Any, kept: int, pattern: str, by_row: bool, expected: list[list[int]]
+) -> None:
+    weights, inputs = torch.tensor(matrix, dtype=torch.float32), torch.tensor(squares, dtype=torch.float32)
+    mask = wanda_mask(weights, full(weights), inputs, kept, parse_pattern(pattern), by_row=by_row)
+    assert mask.int().tolist() == expected
 
 
 def test_wanda_chooses_no_weight_that_is_dead() -> None:

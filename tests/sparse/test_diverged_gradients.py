@@ -1,7 +1,5 @@
 """Growth by gradient when training diverges: one line, in both storages, whatever bits a NaN has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The FLOPs rule, against counts made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -256,58 +254,6 @@ def test_parts_can_be_balanced_by_flops() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1, stride=4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
     by_layer = count(model, (1, 4, 8, 8)).by_layer
     assert [part.tensors[0] for part in Partition.contiguous(model, 2, weigh=by_layer)] == ["0.weight", "1.weight"]
-
-
-# ResNet-50, whose FLOPs are in the paper
-
-
-def _unit(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outputs))
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.first, self.last = _unit(inputs, width, 1), _unit(width, 4 * width, 1)
-        self.middle = _unit(width, width, 3, stride)  # v1.5: the 3x3 has the stride
-        self.shortcut = _unit(inputs, 4 * width, 1, stride) if stride > 1 or inputs != 4 * width else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.last(self.middle(self.first(x).relu()).relu()) + self.shortcut(x)).relu()
-
-
-def resnet50() -> nn.Sequential:
-    blocks: list[nn.Module] = []
-    inputs = 64
-    for stage, length in enumerate((3, 4, 6, 3)):
-        for i in range(length):
-            blocks.append(Bottleneck(inputs, 64 << stage, 2 if i == 0 and stage > 0 else 1))
-            inputs = 256 << stage
-    stem = [_unit(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
-
-
-def test_a_bottleneck_counted_by_hand() -> None:
-    flops = count(Bottleneck(64, 64, 2), (1, 64, 56, 56), device="meta")
-    assert flops.by_layer == {
-        "first.0": 2 * 56 * 56 * 64 * 64,
-        "last.0": 2 * 28 * 28 * 64 * 256,
-        "middle.0": 2 * 28 * 28 * 64 * 64 * 9,
-        "shortcut.0": 2 * 28 * 28 * 64 * 256,
-    }
-
-
-def test_resnet50_has_the_flops_of_the_paper() -> None:
-    with torch.device("meta"):
-        model, example = resnet50(), torch.zeros(1, 3, 224, 224)
-    assert sum(p.numel() for p in model.parameters()) == 25_557_032
-    flops = count_flops(model, example)
-    assert flops.dense == 8_178_368_512
-    sparse = SparseModel(model, sparsity=0.9, keep_dense=["0.0", "21"])
-    for sparsity, gigaflops in {0.8: 1.83, 0.9: 1.03}.items():
-        total = flops.at({weight.name: 1 - sparsity for weight in sparse.weights})
-        assert total / 1e9 == pytest.approx(gigaflops, abs=0.01), sparsity
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

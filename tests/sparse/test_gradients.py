@@ -1,7 +1,5 @@
 """What edits see of gradients: SNIP and GraSP on a few numbers by hand, moving averages, and what a state holds."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, Literal
@@ -57,41 +55,32 @@ def still(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @every_storage
-def test_snip_keeps_the_largest_products_of_weight_and_gradient(storage: str) -> None:
-    model = Few(1.0, -2.0, 3.0, 4.0)
-    sparse = SparseModel(model, sparsity=0.5, storage=storage)
-    sparse.score(By.SNIP, [model.linear(7, 4, -3, 1)])  # |w g| is 7, 8, 9, 4; neither factor alone would choose so
+@pytest.mark.parametrize(
+    ("weights", "losses", "options", "expected"),
+    [
+        # |w g| is 7, 8, 9, 4; neither factor alone would choose so
+        ((1, -2, 3, 4), [(7, 4, -3, 1)], {"sparsity": 0.5}, [0, 1, 1, 0]),
+        # in all 5, 6, 4, 0; the first counted twice would make 10, 7, 8, 4 of it
+        ((1, 1, 1, 1), [(5, 1, 4, 4), (0, 5, 0, -4)], {"sparsity": 0.75}, [0, 1, 0, 0]),
+        # blocks of 9 and 7, though 5 - 4 < 3 + 4
+        ((1, 1, 1, 1), [(5, -4, 3, 4)], {"sparsity": 0.5, "pattern": "1x2"}, [1, 1, 0, 0]),
+        (
+            (1, 1, 1, 1, 2, 2, 2, 2),
+            [(4, -5, 1, 2, 9, 8, -7, 6)],
+            {"sparsity": 0.5, "pattern": "2:4"},
+            [1, 1, 0, 0, 1, 1, 0, 0],
+        ),
+    ],
+)
+def test_snip_keeps_the_largest_products_of_weight_and_gradient(
+    weights: Any, losses: Any, options: Any, expected: list[int], storage: str
+) -> None:
+    model = Few(*map(float, weights))
+    sparse = SparseModel(model, storage=storage, **options)
+    sparse.score(By.SNIP, [model.linear(*loss) for loss in losses])
     sparse.prune(by=By.SNIP)
-    assert alive(sparse) == [0, 1, 1, 0]
-    assert model.weight.tolist() == [[0, -2, 3, 0]]
-
-
-@every_storage
-def test_snip_adds_the_gradients_of_all_losses_up(storage: str) -> None:
-    model = Few(1.0, 1.0, 1.0, 1.0)
-    sparse = SparseModel(model, sparsity=0.75, storage=storage)
-    # in all 5, 6, 4, 0; the first counted twice would make 10, 7, 8, 4 of it
-    sparse.score(By.SNIP, [model.linear(5, 1, 4, 4), model.linear(0, 5, 0, -4)])
-    sparse.prune(by=By.SNIP)
-    assert alive(sparse) == [0, 1, 0, 0]
-
-
-@every_storage
-def test_snip_of_blocks_adds_magnitudes_up(storage: str) -> None:
-    model = Few(1.0, 1.0, 1.0, 1.0)
-    sparse = SparseModel(model, sparsity=0.5, pattern="1x2", storage=storage)
-    sparse.score(By.SNIP, [model.linear(5, -4, 3, 4)])  # 9 and 7, though 5 - 4 < 3 + 4
-    sparse.prune(by=By.SNIP)
-    assert alive(sparse) == [1, 1, 0, 0]
-
-
-@every_storage
-def test_snip_with_two_of_four_chooses_in_each_window(storage: str) -> None:
-    model = Few(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0)
-    sparse = SparseModel(model, sparsity=0.5, pattern="2:4", storage=storage)
-    sparse.score(By.SNIP, [model.linear(4, -5, 1, 2, 9, 8, -7, 6)])
-    sparse.prune(by=By.SNIP)
-    assert alive(sparse) == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert alive(sparse) == expected
+    assert model.weight.flatten().tolist() == [w * kept for w, kept in zip(weights, expected, strict=True)]
 
 
 @every_storage
@@ -114,22 +103,21 @@ W = 4.0, -2.0, 1.0, 0.5
 """g = A w = 6, 0, 1, 1.5; H g = A g = 12, 6, 1, 4.5; w (H g) = 48, -12, 1, 2.25."""
 
 
-def test_grasp_keeps_the_largest_products_of_weight_and_hessian_gradient() -> None:
+HALVES = (
+    [[1.0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 2]],
+    [[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 1]],
+)
+"""Of A."""
+
+
+@pytest.mark.parametrize("matrices", [(A,), HALVES], ids=["one loss", "two losses"])
+def test_grasp_keeps_the_largest_products_of_weight_and_hessian_gradient(matrices: Any) -> None:
     model = Few(*W)
     sparse = SparseModel(model, sparsity=0.5)
-    sparse.score(By.GRASP, [model.quadratic(A)])
+    sparse.score(By.GRASP, [model.quadratic(matrix) for matrix in matrices])
     assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
     sparse.prune(by=By.GRASP)
     assert alive(sparse) == [1, 0, 0, 1]  # by magnitude, -12 would stay
-
-
-def test_grasp_multiplies_the_hessian_with_the_gradient_of_all_losses() -> None:
-    model = Few(*W)
-    first = [[1.0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 2]]
-    second = [[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 1]]  # they add up to A
-    sparse = SparseModel(model, sparsity=0.5)
-    sparse.score(By.GRASP, [model.quadratic(first), model.quadratic(second)])
-    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
 
 
 def test_what_replicas_score_is_added_up_so_that_all_choose_by_the_same_bits() -> None:

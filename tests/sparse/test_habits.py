@@ -1,7 +1,5 @@
 """Habits of every PyTorch user: loading, copying, sharing, retrying. Each test once gave a wrong model silently."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
@@ -97,21 +95,6 @@ def test_weights_of_other_masks_are_refused_at_once(storage: str) -> None:
 
 
 @STORAGES
-def test_a_refused_checkpoint_resumes_with_the_state_of_the_sparsifier(storage: str) -> None:
-    model, optimizer, sparsifier = begun(storage=storage)
-    train(model, optimizer, 12)
-    saved, weights = copy.deepcopy(sparsifier.state_dict()), state_of(model)
-    train(model, optimizer, 10)
-    expected = state_of(model)
-    model, optimizer, sparsifier = begun(storage=storage)
-    with pytest.raises(gp.GrowpruneError, match=r"0\.weight"):
-        model.load_state_dict(weights)
-    sparsifier.load_state_dict(saved)
-    train(model, optimizer, 10)
-    assert is_same(state_of(model), expected)
-
-
-@STORAGES
 def test_weights_whose_masks_are_lost_are_adopted_with_their_zeros(storage: str) -> None:
     model, optimizer, _ = begun(storage=storage)
     train(model, optimizer, 20)
@@ -169,19 +152,6 @@ def test_weights_of_another_model_are_not_adopted(name: str, storage: str) -> No
         sparsifier.sparse.adopt_zeros(state)
     assert is_same(state_of(model), before)
     assert is_same(sparsifier.sparse.masks, masks)
-
-
-@STORAGES
-def test_best_weights_of_an_earlier_phase_are_refused(storage: str) -> None:
-    model, optimizer, _ = begun(method="gmp", every=3, storage=storage)
-    train(model, optimizer, 5)
-    best = state_of(model)
-    train(model, optimizer, 15)
-    before = state_of(model)
-    assert num_zeros(best) < num_zeros(before)
-    with pytest.raises(gp.GrowpruneError, match=r"0\.weight"):
-        model.load_state_dict(best)
-    assert is_same(state_of(model), before)
 
 
 @pytest.mark.filterwarnings("ignore:deployed, the model takes")
@@ -335,13 +305,14 @@ def test_two_models_with_one_adam_train_as_with_two(storage: str) -> None:
     assert [sparsifier.is_finished for sparsifier in one[2]] == [True, True]
 
 
-def test_an_optimizer_has_one_hook_before_and_one_after_a_step() -> None:
+def test_an_optimizer_has_one_hook_before_and_one_after_a_step_until_all_models_are_dense() -> None:
     models, (optimizer,), sparsifiers = autoencoders("masked", share=True)
     assert num_step_hooks(optimizer) == (1, 1)
     train_both(models, [optimizer], 20)
     assert num_step_hooks(optimizer) == (1, 1)
     for sparsifier in sparsifiers:
         sparsifier.to_dense_()
+    assert num_step_hooks(optimizer) == (1, 0), "only the hook that refuses steps is left"
     with pytest.raises(gp.GrowpruneError, match=r"to_dense_\(\)"):
         train_both(models, [optimizer], 1)
     again = [prune_further(model, optimizer) for model in models]
@@ -363,11 +334,12 @@ def test_one_of_two_models_can_be_made_sparse_again_with_the_same_optimizer() ->
 
 
 @STORAGES
-def test_an_optimizer_outlives_its_models(storage: str) -> None:
+def test_hooks_go_with_the_models(storage: str) -> None:
     models, (optimizer,), sparsifiers = autoencoders(storage, share=True)
     train_both(models, [optimizer], 2)
     del models, sparsifiers
     gc.collect()
+    assert num_step_hooks(optimizer) == (0, 0)
     optimizer.zero_grad()
     optimizer.step()
 
@@ -436,16 +408,25 @@ def test_after_a_step_that_raised_training_goes_on_with_the_users_groups(act: An
     assert all(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def refuse_weights(model: nn.Module, optimizer: Optimizer) -> None:
+    """Those of a training that is further on, by torch's own way to load them."""
+    other, its, _ = begun()
+    train(other, its, 12)
+    with pytest.raises(gp.GrowpruneError, match=r"0\.weight"):
+        model.load_state_dict(other.state_dict())
+
+
 @STORAGES
-def test_a_checkpoint_is_loaded_after_a_step_that_raised_and_resumes_to_the_same_bits(storage: str) -> None:
+@pytest.mark.parametrize("fail", [raise_in_a_hook, refuse_weights])
+def test_a_checkpoint_is_loaded_after_a_failure_and_resumes_to_the_same_bits(fail: Any, storage: str) -> None:
     model, optimizer, sparsifier = begun(storage=storage)
     train(model, optimizer, 6)
     saved = copy.deepcopy(sparsifier.state_dict())
     train(model, optimizer, 14)
     expected = state_of(model)
     model, optimizer, sparsifier = begun(storage=storage)
-    train(model, optimizer, 9)
-    raise_in_a_hook(model, optimizer)
+    train(model, optimizer, 9 if fail is raise_in_a_hook else 0)
+    fail(model, optimizer)
     sparsifier.load_state_dict(saved)
     train(model, optimizer, 14)
     assert is_same(state_of(model), expected)
@@ -507,7 +488,6 @@ def test_a_deepcopy_trains_at_the_same_rates() -> None:
 
 def write_gradient(model: nn.Module) -> None:
     for parameter in model.parameters():
-        assert parameter.grad is not None
         parameter.grad.data.add_(1e-3)
 
 
@@ -764,17 +744,6 @@ def test_a_refused_state_leaves_the_rates() -> None:
         train(model, optimizer, 10)
         states.append(state_of(model))
     assert is_same(*states)
-
-
-def test_a_new_optimizer_is_said_not_to_advance_the_plan_even_if_the_old_one_is_gone() -> None:
-    model, optimizer, sparsifier = begun(adam, iterations=40)
-    train(model, optimizer, 2)
-    plan = sparsifier.cursor
-    del optimizer, sparsifier
-    gc.collect()
-    with pytest.warns(UserWarning, match=r"iteration 2 of 40"):
-        train(model, adam(model), 1)
-    assert plan.iteration == 2
 
 
 def test_an_optimizer_that_is_refused_leaves_a_pretrained_model_alone() -> None:

@@ -1,7 +1,5 @@
 """Criteria of the user's own: functions of (weight) or (weight, gradient)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

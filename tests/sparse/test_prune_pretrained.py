@@ -1,7 +1,5 @@
 """gp.prune_pretrained: exact counts, less error than by magnitude, and the model left in order."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

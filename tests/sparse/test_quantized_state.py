@@ -1,7 +1,5 @@
 """Optimizers whose state is quantized: a tensor subclass with few operations, as torchao's 8-bit AdamW has."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -21,7 +19,7 @@ class Quantized(Tensor):
     scale: Tensor
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor) -> Quantized:
+    def __new__(cls, codes: Tensor, scale: Tensor) -> "Quantized":
         made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)  # type: ignore[attr-defined]
         made.codes, made.scale = codes, scale
         return made  # type: ignore[no-any-return]

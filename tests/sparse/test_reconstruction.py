@@ -1,7 +1,5 @@
 """prune_pretrained(reconstruct=..., steps=...)."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

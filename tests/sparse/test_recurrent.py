@@ -1,7 +1,5 @@
 """Recurrent layers (LSTM, GRU, RNN): their matrices are sparse, and what torch keeps beside them stays in step."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

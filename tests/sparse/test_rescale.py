@@ -1,7 +1,5 @@
 """A random first mask keeps activations of models without normalization as large as they were."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -86,17 +84,6 @@ OTHERS = "NormalMLP NormFreeNet _WeightNorm _SpectralNorm Linear Denormalize Nor
 )
 def test_norm_layers_are_known_by_their_name(name: str, expected: bool) -> None:
     assert is_normalized(nn.Sequential(type(name, (nn.Module,), {})())) is expected
-
-
-@pytest.mark.parametrize("rescale", [True, False])
-def test_sparse_init_gives_the_weights_of_a_model_that_is_pruned_at_random(rescale: bool) -> None:
-    torch.manual_seed(0)
-    compact = gp.sparse_init(lambda: mlp_of_modules(), sparsity=0.9, rescale=rescale)
-    torch.manual_seed(0)
-    sparse = gp.SparseModel(mlp_of_modules(), sparsity=0.9, rescale=rescale)
-    sparse.prune(by=gp.By.RANDOM)
-    found, expected = compact.to_dense_().state_dict(), sparse.to_dense_().state_dict()
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def mlp_of_modules() -> nn.Module:

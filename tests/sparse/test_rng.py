@@ -1,7 +1,5 @@
 """Random numbers: every global generator is seeded, kept and taken back."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

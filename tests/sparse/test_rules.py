@@ -1,14 +1,14 @@
 """Training rules: ADMM worked out by hand on four numbers, its state, and where it does not go."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
+import few_weights
 import pytest
 import torch
+from few_weights import Eight
 from plan_cases import frozen, sgd, small_net, train_step
-from torch import Tensor, nn
+from torch import nn
 
 import growprune as gp
 from growprune.errors import GrowpruneError
@@ -23,32 +23,19 @@ from growprune.sparse.rules import AdmmRule
 ALL = Part("all", ("weight",))
 
 
-class Four(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_features = 4
-        self.weight = nn.Parameter(torch.tensor([[4.0, -3.0, 2.0, 1.0]]))
-
-    def forward(self, gradient: tuple[float, ...]) -> Tensor:
-        return (self.weight * torch.tensor([gradient])).sum()
-
-
 def of_rule(sparse: SparseModel) -> tuple[list[float], list[float]]:
     assert isinstance(sparse.rule, AdmmRule)
     return sparse.rule.Z["weight"][0].tolist(), sparse.rule.U["weight"][0].tolist()
 
 
-def pass_one(model: Four, optimizer: torch.optim.Optimizer, gradient: tuple[float, ...]) -> list[float]:
+def pass_one(model: Eight, optimizer: torch.optim.Optimizer, gradient: tuple[float, ...]) -> list[float]:
     """One iteration; what the rule added to the gradient."""
-    optimizer.zero_grad()
-    model(gradient).backward()
-    optimizer.step()
-    assert model.weight.grad is not None
+    few_weights.pass_one(model, optimizer, list(gradient))
     return (model.weight.grad[0] - torch.tensor(gradient)).tolist()
 
 
-def ruled(every: int = 1, sparsity: float = 0.5, **settings: Any) -> tuple[Four, SparseModel, Cursor, Any]:
-    model = Four()
+def ruled(every: int = 1, sparsity: float = 0.5, **settings: Any) -> tuple[Eight, SparseModel, Cursor, Any]:
+    model = Eight(4.0, -3.0, 2.0, 1.0)
     sparse = SparseModel(model, sparsity=sparsity, **settings)
     plan = [Phase(iterations=4, rule=Admm(ALL, to=0.5, rho=0.5, every=every)), Phase(prune(ALL, to=0.5), iterations=1)]
     cursor = Cursor(sparse, plan)

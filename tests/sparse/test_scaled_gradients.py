@@ -1,7 +1,5 @@
 """A GradScaler leaves it to fused optimizers to unscale gradients and to skip steps: rules and plans see neither."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What there is to know: the public members of a SparseModel, and the files that one step with an edit passes."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

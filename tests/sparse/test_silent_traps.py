@@ -1,7 +1,5 @@
 """Mistakes that used to give a wrong model without a word: each is refused, or said in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -35,17 +33,6 @@ def test_a_model_whose_plan_was_never_begun_is_not_saved_in_silence(tmp_path: Pa
         with pytest.warns(UserWarning, match=r"its plan never began. Call cursor.attach\(optimizer\)"):
             save()
     del cursor
-
-
-def test_an_optimizer_attached_to_the_model_alone_does_not_step_while_a_plan_waits() -> None:
-    model = small_net()
-    sparse, plan = planned(model)
-    cursor = gp.Cursor(sparse, plan)
-    optimizer = sparse.attach(sgd(model.parameters()))
-    with pytest.raises(gp.GrowpruneError, match=r"the plan has not begun: call cursor.attach\(optimizer\)"):
-        train_step(model, optimizer, 0)
-    cursor.advance(0)
-    train_step(model, optimizer, 0)
 
 
 def test_a_plan_that_is_made_after_the_optimizer_was_attached_is_waited_for_too() -> None:
@@ -97,9 +84,7 @@ def test_zeros_of_a_pruned_model_are_not_revived_in_silence() -> None:
     again.load_state_dict(state)  # somewhere else, into a plain model
     before = zeros(again)
     optimizer = gp.SparseModel(again, 0.9).attach(sgd(again.parameters()))
-    with pytest.warns(
-        UserWarning, match=r"0\.9\d* of the model's weights are zero, and training will make them non-zero"
-    ):
+    with pytest.warns(UserWarning, match=r"0\.9\d* of the model's weights are zero"):
         train_step(again, optimizer, 0)
     train_step(again, optimizer, 1)  # said once
     third = small_net()
@@ -120,20 +105,6 @@ def test_a_dense_model_and_one_pruned_before_it_is_attached_are_no_reason_to_war
     train_step(dense, gp.SparseModel(dense, 0.9).attach(sgd(dense.parameters())), 0)
 
 
-def test_an_optimizer_of_none_of_the_pruned_weights_is_refused() -> None:
-    model = small_net()
-    with pytest.raises(gp.GrowpruneError, match=r"trains none of the weights to prune \(0\.weight, \.\.\.\)"):
-        gp.sparsify(model, sgd(model[-1].parameters()), sparsity=0.9, iterations=20)
-
-
-def test_a_trained_model_without_norms_is_recognised_by_its_weights() -> None:
-    model = small_net()
-    with torch.no_grad():
-        model[3].weight[0, 0] = 3.0
-    with pytest.warns(UserWarning, match="its weights do not look like initial weights"):
-        gp.sparsify(model, sgd(model.parameters()), sparsity=0.9, iterations=20)
-
-
 # Plans for another model
 
 
@@ -141,18 +112,14 @@ def test_a_plan_for_another_sparsity_is_refused_when_the_cursor_is_made() -> Non
     model = small_net()
     sparse, _ = planned(model, 0.8)
     _, plan = planned(small_net(), 0.9)
-    with pytest.raises(
-        gp.GrowpruneError, match=r"gradual_gap has sparsity=0\.9, but the SparseModel has 0\.8: use the same"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"gradual_gap has sparsity=0\.9, but the SparseModel has 0\.8"):
         gp.Cursor(sparse, plan)
 
 
 def test_a_plan_meant_for_another_allocation_than_the_default_is_refused() -> None:
     model = small_net()
     plan = gmp(gp.Partition.contiguous(model, 1), sparsity=0.9, iterations=20)
-    with pytest.raises(
-        gp.GrowpruneError, match=r"gmp is designed for allocation='global'.*SparseModel\(\.\.\., allocation="
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"gmp is designed for allocation='global'"):
         gp.Cursor(gp.SparseModel(model, 0.9), plan)
     gp.Cursor(gp.SparseModel(model, 0.9, allocation="uniform"), plan)  # the user means it
 
@@ -161,9 +128,7 @@ def test_a_partition_with_other_dense_layers_than_the_model_is_refused() -> None
     model = small_net()
     sparse = gp.SparseModel(model, 0.9, allocation="global", keep_dense=["5"])
     plan = gradual_gap(gp.Partition.balanced(model, 2), sparsity=0.9, iterations=20)
-    with pytest.raises(
-        gp.GrowpruneError, match=r"the partition has 1,504 prunable weights, but the SparseModel has 1,440"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"has 1,504 prunable weights, but the SparseModel has 1,440"):
         gp.Cursor(sparse, plan)
     by_hand = gp.Partition.of(model, [["0"], ["3", "5"]], keep_dense=["5"])
     gp.Cursor(sparse, gradual_gap(by_hand, sparsity=0.9, iterations=20))

@@ -1,7 +1,5 @@
 """SparseModel: what prune and grow leave alive, exactly, for every pattern, allocation and kind of layer."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence
@@ -287,28 +285,21 @@ def test_a_living_weight_that_is_zero_is_alive_and_ranks_before_the_dead() -> No
     assert sparse.masks["weight"].tolist() == [[False, False, True, False]]
 
 
-def test_pruning_to_what_is_alive_already_changes_nothing() -> None:
+@pytest.mark.parametrize("to", [0.5, 0])
+def test_pruning_to_no_more_than_there_is_changes_nothing(to: float) -> None:
     sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
     sparse.prune(by=By.RANDOM)
     before = sparse.masks["weight"]
-    sparse.prune()
+    sparse.prune(to=to)
     assert torch.equal(sparse.masks["weight"], before)
 
 
-def test_pruning_to_more_than_is_alive_is_an_error() -> None:
-    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]], 0.75)
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+def test_pruning_to_more_than_is_alive_is_an_error(allocation: str) -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]], 0.75, allocation=allocation)
     sparse.prune()
-    with pytest.raises(
-        ValueError, match=r"cannot prune weight to sparsity 0\.5: that needs 2 live weights, but 1 are live; grow first"
-    ):
+    with pytest.raises(ValueError, match=r"cannot prune .* to sparsity 0\.5: .* 2 live .* 1 .*; grow first"):
         sparse.prune(to=0.5)
-
-
-def test_pruning_to_dense_changes_nothing() -> None:
-    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
-    sparse.prune()
-    sparse.prune(to=0)
-    assert sparse.num_alive == 2
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -357,12 +348,15 @@ def test_the_query_matrix_can_stay_dense_and_is_not_counted() -> None:
 # Grow
 
 
-def test_growing_to_dense_lets_all_live_from_exactly_zero() -> None:
+@pytest.mark.parametrize("written", [None, 9.0])
+def test_growing_to_dense_lets_all_live_from_exactly_zero(written: float | None) -> None:
     sparse = one_layer([[1.0, -4.0, 2.0, 3.0]])
     sparse.prune()
+    if written is not None:  # past the mask, by someone
+        sparse.model.weight.data.fill_(written)
     sparse.grow()
     assert sparse.num_alive == 4
-    assert sparse.model.weight.tolist() == [[0, -4, 0, 3]]
+    assert sparse.model.weight.tolist() == [[0, written or -4, 0, written or 3]]
 
 
 def test_growing_to_a_sparsity_keeps_the_living_and_adds_the_exact_count() -> None:
@@ -399,19 +393,8 @@ def test_growing_respects_the_pattern() -> None:
 
 def test_growing_to_fewer_than_are_alive_is_an_error() -> None:
     sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
-    with pytest.raises(
-        ValueError, match=r"cannot grow weight to sparsity 0\.5: that needs 2 live weights, but 4 are live; prune first"
-    ):
+    with pytest.raises(ValueError, match=r"cannot grow weight to sparsity 0\.5: .* 2 live .* 4 .*; prune first"):
         sparse.grow(to=0.5)
-
-
-def test_what_grows_starts_from_zero_even_if_someone_wrote_into_it() -> None:
-    sparse = one_layer([[1.0, -4.0, 2.0, 3.0]])
-    sparse.prune()
-    with torch.no_grad():
-        sparse.model.weight.fill_(9.0)
-    sparse.grow()
-    assert sparse.model.weight.tolist() == [[0, 9, 0, 9]]
 
 
 def test_edits_apply_in_the_order_given() -> None:
@@ -468,15 +451,6 @@ def test_pruning_draws_nothing_from_the_global_generator() -> None:
 # What is prunable, and options
 
 
-def test_a_tied_embedding_stays_dense() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(10, 4), "body": nn.Linear(4, 4), "out": nn.Linear(4, 10)})
-    model["out"].weight = model["embed"].weight
-    sparse = make(model, 0.5)
-    sparse.prune()
-    assert list(sparse.masks) == ["body.weight"]
-    assert int(model["embed"].weight.count_nonzero()) == 40
-
-
 def test_a_weight_of_two_layers_is_pruned_once_and_in_both() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
@@ -493,26 +467,14 @@ def test_a_matrix_named_in_include_is_pruned() -> None:
     assert sparse.masks["1.weight"].tolist() == [[False, True], [False, True]]
 
 
-def test_keep_dense_is_never_pruned() -> None:
-    sparse = make(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0.5, keep_dense=["1"])
-    sparse.prune()
-    assert int(sparse.model.get_parameter("1.weight").count_nonzero()) == 16
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"sparsity": 1.0}, "sparsity must be in .*, got 1.0"),
         ({"sparsity": -0.5}, "sparsity must be in .*, got -0.5"),
         ({"sparsity": 90}, "sparsity must be in .*, got 90"),
-        (
-            {"allocation": "layerwise"},
-            "allocation must be one of uniform, erk, global, global_no_floor, got 'layerwise'",
-        ),
-        (
-            {"pattern": "8"},
-            "pattern must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M, got '8'",
-        ),
+        ({"allocation": "layerwise"}, "allocation must be one of .*, got 'layerwise'"),
+        ({"pattern": "8"}, "pattern must be 'unstructured', a block like '1x8', or N:M .*, got '8'"),
         ({"storage": "zip"}, "storage must be one of masked, compact, got 'zip'"),
         ({"pattern": "2:4", "sparsity": 0.4}, "sparsity must be >= 0.5 for pattern 2:4 .*, got 0.4"),
         ({"pattern": "2:3"}, "needs a multiple of 3 inputs, but weight has 4"),

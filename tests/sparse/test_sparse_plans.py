@@ -1,9 +1,6 @@
 """Following a plan: forks and merges, resuming bit for bit, and the loops one would write by hand."""
 
-from __future__ import annotations
-
 import copy
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import ForkCursor, phases_of
+from plan_cases import ForkCursor, frozen, phases_of
 from torch import Tensor, nn
 
 from growprune.masks.bits import pack, unpack
@@ -60,12 +57,6 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduled: in
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-
-
-def save(*states: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(states, file)
-    return file.getvalue()
 
 
 def run(sparse: SparseModel, plan: Plan) -> None:
@@ -265,12 +256,12 @@ def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
     cursor = ForkCursor(sparse, plan)
     for _ in cursor:
         state = cursor.state_dict()
-        states.append((state, save(state)))
+        states.append((state, frozen(state)))
         with torch.no_grad():
             sparse.model.fc1.bias.add_(1)
     returned = [len(state["returned"]) for state, _ in states]
     assert returned == [0, 0, 7, 14, 0, 0]  # a linear layer and its norm
-    assert all(save(state) == as_it_was for state, as_it_was in states)
+    assert all(frozen(state) == as_it_was for state, as_it_was in states)
 
 
 def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
@@ -352,19 +343,6 @@ def prune_by_hand(model: nn.Module, names: Sequence[str], sparsity: float) -> di
             masks[name] = magnitude_mask(weight, round((1 - sparsity) * weight.numel()))
             weight.mul_(masks[name])
     return masks
-
-
-def test_cyclic_gap_with_one_part_and_one_step_is_dense_training_then_pruning_then_fine_tuning() -> None:
-    sparse, by_hand = make(), make()
-    by_hand.prune(by=By.RANDOM)  # both start from the same randomly masked weights
-    model = by_hand.to_dense_()
-    train_by_hand(model, {}, scheduled=1, epochs=2)
-    masks = prune_by_hand(model, list(by_hand.masks), 0.75)
-    train_by_hand(model, masks, scheduled=2, epochs=3)
-
-    plan = cyclic_gap(Partition.contiguous(sparse.model, 1), sparsity=0.75, steps=1, epochs=2, finetune=3)
-    run(sparse, plan)
-    check_same(sparse.model, model)
 
 
 def test_one_shot_is_dense_training_then_pruning_then_fine_tuning() -> None:

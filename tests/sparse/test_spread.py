@@ -1,7 +1,5 @@
 """Growth that layers share otherwise than the allocation says, and shares of a whole model under one ranking."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -169,18 +167,14 @@ def test_growth_by_live_weights_has_the_total_of_the_allocation(allocation: str,
 
 def test_growth_that_would_have_to_prune_is_refused_and_changes_nothing() -> None:
     sparse = two_layers(FIRST, SECOND, (HALF, HALF))
-    with pytest.raises(
-        GrowpruneError, match=r"cannot grow .* to sparsity 0.75: that needs 4 live weights, but 8 are live"
-    ):
+    with pytest.raises(GrowpruneError, match=r"cannot grow .* to sparsity 0.75: .* 4 live weights, but 8"):
         sparse.apply(grow(whole(sparse), to=0.75, spread=Spread.LIVE))
     assert counts(sparse) == [4, 4]
 
 
 def test_growth_beyond_what_a_pattern_has_room_for_is_refused() -> None:
     sparse = two_layers(FIRST, SECOND, (0b00110011, 0b00110011), pattern="2:4")
-    with pytest.raises(
-        GrowpruneError, match=r"that needs 12 live weights in 0.weight, 1.weight, but the pattern allows at most 8"
-    ):
+    with pytest.raises(GrowpruneError, match=r"that needs 12 live weights in 0.weight, 1.weight, .* at most 8"):
         sparse.apply(grow(whole(sparse), share=0.5, spread=Spread.LIVE))
 
 

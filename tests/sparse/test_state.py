@@ -1,7 +1,5 @@
 """The state of a sparse model: all masks are taken back, or none, and only by a model that was made alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

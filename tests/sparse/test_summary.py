@@ -1,7 +1,5 @@
 """What a report says and how it is printed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -18,21 +16,7 @@ def two_layers(**options: object) -> SparseModel:
     return SparseModel(model, sparsity=0.75, **options)  # type: ignore[arg-type]
 
 
-def test_a_report_is_printed_as_a_table() -> None:
-    sparse = two_layers()
-    sparse.prune()
-    assert str(summarise(sparse)).splitlines() == [
-        "weight    shape    size  target  alive  sparsity",
-        "0.weight  4x2x3x3    72  0.7500     18    0.7500",
-        "3.weight  10x16     160  0.7500     40    0.7500",
-        "prunable            232  0.7500     58    0.7500",
-        "parameters: 254, of which 22 always dense; 80 left",
-        # 22 dense parameters, the running mean and variance of 4 and an 8-byte count; the mask has 9 + 20 bytes
-        "bytes: 1,056 dense, 389 in the sparse format",
-    ]
-
-
-def test_with_an_example_the_table_has_flops() -> None:
+def test_a_report_is_printed_as_a_table_that_has_flops_with_an_example() -> None:
     sparse = two_layers()
     sparse.prune()
     lines = str(summarise(sparse, torch.zeros(1, 2, 4, 4))).splitlines()
@@ -42,9 +26,11 @@ def test_with_an_example_the_table_has_flops() -> None:
         "3.weight  10x16     160  0.7500     40    0.7500          320      80",
         "prunable            232  0.7500     58    0.7500          896     224",
         "parameters: 254, of which 22 always dense; 80 left",
+        # 22 dense parameters, the running mean and variance of 4 and an 8-byte count; the mask has 9 + 20 bytes
         "bytes: 1,056 dense, 389 in the sparse format",
         "FLOPs of the example, in theory: 896 dense, 224 sparse",
     ]
+    assert str(summarise(sparse)).splitlines() == [line[:48] for line in lines[:4]] + lines[4:6]
 
 
 def test_flops_of_what_is_kept_dense_are_in_the_total() -> None:
@@ -75,41 +61,16 @@ def test_layers_ranked_together_have_a_target_only_in_total() -> None:
 def test_a_report_can_be_written_as_json() -> None:
     sparse = two_layers()
     sparse.prune()
-    assert json.loads(json.dumps(summarise(sparse, torch.zeros(1, 2, 4, 4)).to_dict())) == {
-        "rows": [
-            {
-                "name": "0.weight",
-                "shape": [4, 2, 3, 3],
-                "size": 72,
-                "target": 0.75,
-                "alive": 18,
-                "sparsity": 0.75,
-                "flops_dense": 576,
-                "flops_sparse": 144,
-            },
-            {
-                "name": "3.weight",
-                "shape": [10, 16],
-                "size": 160,
-                "target": 0.75,
-                "alive": 40,
-                "sparsity": 0.75,
-                "flops_dense": 320,
-                "flops_sparse": 80,
-            },
-        ],
-        "totals": {
-            "target": 0.75,
-            "prunable": 232,
-            "alive": 58,
-            "sparsity": 0.75,
-            "parameters": 254,
-            "bytes_dense": 1056,
-            "bytes_sparse": 389,
-            "flops_dense": 896,
-            "flops_sparse": 224,
-        },
-    }
+    written = json.loads(json.dumps(summarise(sparse, torch.zeros(1, 2, 4, 4)).to_dict()))
+    counts = {"target": 0.75, "sparsity": 0.75}
+    assert written["rows"] == [
+        {"name": "0.weight", "shape": [4, 2, 3, 3], "size": 72, "alive": 18, "flops_dense": 576, "flops_sparse": 144}
+        | counts,
+        {"name": "3.weight", "shape": [10, 16], "size": 160, "alive": 40, "flops_dense": 320, "flops_sparse": 80}
+        | counts,
+    ]
+    totals = {"prunable": 232, "alive": 58, "parameters": 254, "bytes_dense": 1056, "bytes_sparse": 389}
+    assert written["totals"] == totals | {"flops_dense": 896, "flops_sparse": 224} | counts
 
 
 def test_attention_has_a_row_each_for_q_k_and_v() -> None:

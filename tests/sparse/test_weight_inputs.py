@@ -1,7 +1,5 @@
 """What every kind of layer is multiplied by is seen: with it, the size of an output is known from the weights alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

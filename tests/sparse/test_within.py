@@ -1,7 +1,5 @@
 """Growth that keeps to a share of the model: a memory budget that a ranking cannot break."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -145,9 +143,7 @@ def test_a_plan_is_priced_with_what_it_keeps_to() -> None:
 @pytest.mark.parametrize("more", [{"to": 0.5}, {"share": 0.5}, {"by": By.GRADIENT}, {"spread": Spread.LIVE}])
 def test_it_is_for_growth_to_dense(more: dict[str, object]) -> None:
     part = gp.Part("S0", ("0.weight",))
-    with pytest.raises(
-        gp.GrowpruneError, match=r"^within=0.6 is only for growth to dense: call grow\(part, within=0.6\)$"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"^within=0.6 is only for growth to dense"):
         gp.grow(part, within=0.6, **more)  # type: ignore[arg-type]
     with pytest.raises(gp.GrowpruneError, match=r"^within must be in \[0, 1\], got 1.5"):
         gp.grow(part, within=1.5)

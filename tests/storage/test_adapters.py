@@ -1,7 +1,5 @@
 """Adapters: never pruned, and merged into what lives. With a small LoRA like PEFT's, and with PEFT where it is."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io
@@ -209,12 +207,6 @@ def test_a_masked_model_with_adapters_can_still_be_pickled() -> None:
     again[0].merge()
     assert int(weights(again)[0].count_nonzero()) == 512
     assert int(weights(sparse.model)[0].count_nonzero()) == 51
-
-
-def test_a_masked_model_is_pickled_without_growprune() -> None:
-    file = io.BytesIO()
-    torch.save(made("neither", "masked").model, file)
-    assert b"growprune." not in file.getvalue()
 
 
 def test_of_two_sparse_models_the_last_decides_what_a_merge_keeps() -> None:

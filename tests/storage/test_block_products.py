@@ -1,7 +1,5 @@
 """Products over live blocks are those with the dense weight: in Triton, and through whole layers."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util
@@ -16,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
-from triton_interpreter import mend_interpreter, on_the_gpu
+from triton_interpreter import interpret, on_the_gpu
 
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
@@ -62,7 +60,6 @@ def operands(
 
 def test_the_table_says_where_live_blocks_are() -> None:
     found = block_products.live_blocks(mask_of(ALIVE, 32, 64), 32, 64)
-    assert found is not None
     assert found.sizes == (3, 4, 4, 32, 64)
     assert found.table.dtype == torch.int32
     assert found.table.tolist() == [
@@ -110,12 +107,7 @@ def test_a_layer_that_blocks_do_not_fill_is_named_with_what_fits(caplog: pytest.
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The kernels, run by Triton's interpreter, which must be chosen before they are made."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed, whose interpreter would run the kernels")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, and kernels are made for one or the other")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    mend_interpreter(monkeypatch)
+    interpret(monkeypatch)
     names = ("growprune.storage.triton_kernels", "growprune.storage.triton_blocks")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -316,16 +308,21 @@ def sparse_parameter(sparse: SparseModel, name: str) -> Any:
     return sparse.stored[name]
 
 
-def test_activation_checkpointing_computes_the_same() -> None:
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that itself
+@pytest.mark.parametrize("how", ["checkpointed", "compiled"])
+def test_checkpointed_or_compiled_as_one_graph_it_computes_the_same(how: str) -> None:
     block_products.WAY = "sparse"
-    sparse = sparse_model()
-    x = torch.randn(5, 96, dtype=torch.float64, requires_grad=True)
+    sparse = sparse_model(torch.float64 if how == "checkpointed" else torch.float32)
+    x = torch.randn(5, 96, dtype=sparse.model.second.weight.dtype, requires_grad=True)
+    other: Any = lambda x: activation_checkpoint(sparse.model, x, use_reentrant=False)  # noqa: E731
+    if how == "compiled":
+        other = torch.compile(sparse.model, backend="aot_eager", fullgraph=True)
     gradients = []
-    for run in (sparse.model, lambda x: activation_checkpoint(sparse.model, x, use_reentrant=False)):
+    for run in (sparse.model, other):
         sparse.model.zero_grad()
         run(x).square().sum().backward()
         gradients.append([p.grad.clone() for p in sparse.model.parameters() if p.grad is not None])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    torch.testing.assert_close(*gradients, **({"rtol": 0, "atol": 0} if how == "checkpointed" else {}))
 
 
 def test_copies_have_tables_of_their_own() -> None:
@@ -335,19 +332,6 @@ def test_copies_have_tables_of_their_own() -> None:
     assert mine.blocks is not None and copied.blocks is not None
     assert torch.equal(mine.blocks.table, copied.blocks.table)
     assert mine.blocks.table.data_ptr() != copied.blocks.table.data_ptr()
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that itself
-def test_torch_compile_makes_one_graph_over_live_blocks() -> None:
-    block_products.WAY = "sparse"
-    sparse = sparse_model(torch.float32)
-    x = torch.randn(5, 96, requires_grad=True)
-    gradients = []
-    for run in (sparse.model, torch.compile(sparse.model, backend="aot_eager", fullgraph=True)):
-        sparse.model.zero_grad()
-        run(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in sparse.model.parameters() if p.grad is not None])
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("product", ["output", "input", "values"])

@@ -1,7 +1,5 @@
 """Data parallelism moves what lives, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from typing import Any

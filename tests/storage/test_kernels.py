@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import sys
 
@@ -17,8 +15,7 @@ every_device = pytest.mark.parametrize(
     [
         "cpu",
         pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
         ),
     ],
 )
@@ -143,18 +140,6 @@ def test_casts_round_as_torch_does(device: str, held: torch.dtype, computed: tor
 
 
 @every_device
-@pytest.mark.parametrize("group", [5, 16, 200])
-def test_any_group_works(device: str, group: int) -> None:
-    mask = random_mask(1100, 0.2, group).to(device)
-    bits = pack(mask, group=group)
-    offsets, num_live = block_offsets(bits)
-    values = random_values(num_live * group, torch.float32).to(device)
-    dense = expand(values, bits, offsets, mask.numel(), dtype=torch.float32, group=group)
-    assert torch.equal(dense, by_boolean_indexing(values, mask, torch.float32))
-    assert torch.equal(compress(dense, bits, offsets, values.numel(), dtype=torch.float32, group=group), values)
-
-
-@every_device
 def test_dead_weights_are_positive_zeros_beside_infinities(device: str) -> None:
     mask = mask_of("01" * 600, device)
     bits = pack(mask)
@@ -166,12 +151,17 @@ def test_dead_weights_are_positive_zeros_beside_infinities(device: str) -> None:
 
 
 @every_device
-@pytest.mark.parametrize("group", [1, 4])
-def test_chunks_meet_without_a_seam(device: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CPU_CHUNK", 1024)
-    monkeypatch.setattr(kernels, "CUDA_CHUNK", 1024)
-    monkeypatch.setattr(kernels, "_triton_kernels", lambda device: None)
-    mask = random_mask(5000, 0.1, group).to(device)
+@pytest.mark.parametrize(
+    ("group", "is_chunked"), [(5, False), (16, False), (200, False), (1, True), (4, True)], ids=str
+)
+def test_any_group_works_and_chunks_meet_without_a_seam(
+    device: str, group: int, is_chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_chunked:
+        monkeypatch.setattr(kernels, "CPU_CHUNK", 1024)
+        monkeypatch.setattr(kernels, "CUDA_CHUNK", 1024)
+        monkeypatch.setattr(kernels, "_triton_kernels", lambda device: None)
+    mask = random_mask(5000 if is_chunked else 1100, 0.2, group).to(device)
     bits = pack(mask, group=group)
     offsets, num_live = block_offsets(bits)
     values = random_values(num_live * group, torch.float32).to(device)

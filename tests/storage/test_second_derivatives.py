@@ -1,7 +1,5 @@
 """Compact storage has no gradients of gradients, as a gradient penalty asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What every task has, and what it need not have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any

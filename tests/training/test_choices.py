@@ -1,7 +1,5 @@
 """Choices that a user leaves open: made once, by what a method declares, and refused before anything is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The same arguments in one's own loop, in transformers, in Lightning and in a recipe give the same bits."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A model that is sparse already is pruned further: whatever the method, the storage and the allocation."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A state that is damaged, forged or of something else is refused in plain words, and nothing is changed."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a user says of a sparse training: plans as long as the training, parts, heads that stay dense."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -99,9 +97,7 @@ def test_a_length_that_is_no_number_is_named(name: str, least: int) -> None:
 
 
 def test_stairs_that_are_one_number_are_named() -> None:
-    with pytest.raises(
-        GrowpruneError, match=r"^stages must be a sequence of sparsities, such as \(0.5, 0.7\), got 0.5$"
-    ):
+    with pytest.raises(GrowpruneError, match=r"^stages must be a sequence of sparsities, .*, got 0.5$"):
         cursor_of(asked("iterative", stages=0.5), 9)
 
 

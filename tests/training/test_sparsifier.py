@@ -1,7 +1,5 @@
 """`gp.sparsify`: three lines in a plain loop do what the objects below it do, and one state resumes all of it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
@@ -232,26 +230,6 @@ def test_saving_says_if_the_loop_was_shorter_or_longer_than_the_plan(tmp_path: P
 # From 80 to 95 %
 
 
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_a_finished_model_is_pruned_further_from_its_zeros(storage: str) -> None:
-    first, optimizer = begun("gradual_gap", storage)
-    for iteration in range(TOTAL):
-        train_step(first.model, optimizer, iteration)
-    before = first.sparse.masks
-    model = first.to_dense_()
-    optimizer = sgd(model.parameters())
-    second = sparsify(
-        model, optimizer, sparsity=0.95, iterations=20, initial_mask="as_is", storage=storage, control="start"
-    )
-    assert second.sparsity == 0.75
-    assert all(torch.equal(before[name], mask) for name, mask in second.sparse.masks.items())
-    for iteration in range(20):
-        train_step(model, optimizer, iteration)
-    assert second.is_finished
-    assert second.sparse.num_alive == 72
-    assert all((mask <= before[name]).all() for name, mask in second.sparse.masks.items())
-
-
 def test_a_model_that_is_sparse_already_keeps_its_zeros_and_says_so() -> None:
     model = small_net()
     gp.SparseModel(model, 0.8, allocation="global", keep_dense=["5"]).prune()
@@ -326,7 +304,11 @@ def test_fresh_models_without_norms_are_told_from_trained_ones(initialise: Any, 
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
         optimizer.step()
-    expected = contextlib.nullcontext() if not is_trained else pytest.warns(UserWarning, match="already trained")
+    expected = (
+        contextlib.nullcontext()
+        if not is_trained
+        else pytest.warns(UserWarning, match="do not look like initial weights")
+    )
     with expected:
         sparsifier = sparsify(model, sgd(model.parameters()), sparsity=0.75, iterations=8)
     assert sparsifier.plan.options["initial_mask"] == ("magnitude" if is_trained else "random")
@@ -382,98 +364,64 @@ def test_lengths_may_be_given_in_epochs() -> None:
 # Bad input
 
 
-def refuse(match: str, model: nn.Module | None = None, optimizer: Any = None, **given: Any) -> None:
-    model = small_net() if model is None else model
-    optimizer = sgd(model.parameters()) if optimizer is None else optimizer
+@pytest.mark.parametrize(
+    ("match", "given"),
+    [
+        (r"sparsity must be in \[0, 1\), got 90. Did you mean 0.9\?", {"sparsity": 90}),
+        (r"sparsity must be in \[0, 1\), got -1$", {"sparsity": -1}),
+        ("Embedding", {"model": nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))}),  # what the model has
+        ("the optimizer trains none of the weights to prune", {"optimizer": sgd(small_net().parameters())}),
+        ("optimizer must be a torch optimizer, .*, got a str", {"optimizer": "sgd"}),
+        ("gradual_gap takes no option 'peak': it takes every, start, peak_density", {"peak": 0.5}),
+        ("gradual_gap takes no option 'peak_densty': did you mean peak_density", {"peak_densty": 0.5}),
+        ("gradual_gap takes no option 'kep_dense': did you mean keep_dense", {"kep_dense": []}),
+        ("there is no method 'gradul'", {"method": "gradul"}),
+        ("gradual_gap takes no option 'kappa': did you mean parts?", {"kappa": 4}),
+        ("gradual_gap takes no option 'steps': did you mean iterations?", {"steps": 4}),
+        (r"needs the length of the training: pass iterations=epochs \* len\(loader\)", {"iterations": None}),
+        (r"epochs=3 also needs iterations_per_epoch", {"iterations": None, "epochs": 3}),
+        (
+            r"cyclic_gap with epochs also needs iterations_per_epoch",
+            {"method": "cyclic_gap", "iterations": None, "steps": 2, "epochs": 3, "finetune": 4},
+        ),
+        ("iterations must be an integer >= 1, got 0", {"iterations": 0}),
+        ("gmp chooses its first mask itself", {"method": "gmp", "initial_mask": "magnitude"}),
+        (r"initial_mask must be one of 'auto', .*, got 'zeros'", {"initial_mask": "zeros"}),
+        ("parallel_gap trains branches on several machines", {"method": "parallel_gap"}),
+        (r"snip chooses its first mask by gradients: pass losses, .* such as losses=\[", {"method": "snip"}),
+        ("initial_mask='sparsegpt' needs calibration=", {"initial_mask": "sparsegpt"}),
+        ("calibration is only used by initial_mask='wanda' or 'sparsegpt', got 'auto'", {"calibration": [1]}),
+    ],
+)
+def test_wrong_arguments_are_refused_and_change_nothing(match: str, given: dict[str, Any]) -> None:
+    model = given.get("model", small_net())
     before = copy.deepcopy(model.state_dict())
+    usual = {"model": model, "optimizer": sgd(model.parameters()), "sparsity": 0.75, "iterations": 8}
     with pytest.raises(gp.GrowpruneError, match=match):
-        sparsify(model, optimizer, **{"sparsity": 0.75, "iterations": 8, **given})
+        sparsify(**usual | given)
     check_same_bits(dict(before), dict(model.state_dict()))
 
 
-def test_a_sparsity_in_percent_is_refused_with_the_fraction_that_is_meant() -> None:
-    refuse(r"sparsity must be in \[0, 1\), got 90. Did you mean 0.9\?", sparsity=90)
-    refuse(r"sparsity must be in \[0, 1\), got -1$", sparsity=-1)
-
-
-def test_a_model_where_nothing_can_be_pruned_says_what_it_has() -> None:
-    refuse("Embedding", nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
-
-
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    refuse("the optimizer trains none of the weights to prune", optimizer=sgd(small_net().parameters()))
-
-
-def test_an_optimizer_that_is_none_is_refused() -> None:
-    refuse("optimizer must be a torch optimizer, .*, got a str", optimizer="sgd")
+def test_an_optimizer_of_dense_layers_alone_is_refused() -> None:
+    model = small_net()
+    with pytest.raises(gp.GrowpruneError, match=r"trains none of the weights to prune \(0\.weight, \.\.\.\)"):
+        sparsify(model, sgd(model[-1].parameters()), sparsity=0.9, iterations=20)
 
 
 def test_a_second_sparsifier_of_a_model_is_refused() -> None:
     sparsifier, optimizer = begun("gradual_gap")
-    with pytest.raises(
-        gp.GrowpruneError,
-        match=r"belongs to a Sparsifier, at iteration 0 of 40.*load_state_dict to resume.*to_dense_\(\)",
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"at iteration 0 of 40.*load_state_dict to resume.*to_dense_"):
         sparsify(sparsifier.model, sgd(sparsifier.model.parameters()), sparsity=0.9, iterations=8)
     del optimizer
 
 
-def test_a_rate_cannot_be_scaled_where_there_is_none() -> None:
-    class Rateless(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {})
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Do nothing."""
-
-    model = small_net()
-    refuse(
-        "lr_scaling=1 needs a learning rate, but Rateless has none", model, Rateless(model.parameters()), lr_scaling=1
-    )
-
-
-def test_options_are_those_of_the_method_and_near_misses_are_named() -> None:
-    refuse("gradual_gap takes no option 'peak': it takes every, start, peak_density", peak=0.5)
-    refuse("gradual_gap takes no option 'peak_densty': did you mean peak_density", peak_densty=0.5)
-    refuse("gradual_gap takes no option 'kep_dense': did you mean keep_dense", kep_dense=[])
-    refuse("there is no method 'gradul'", method="gradul")
-    refuse("gradual_gap takes no option 'kappa': did you mean parts?", kappa=4)
-    refuse("gradual_gap takes no option 'steps': did you mean iterations?", steps=4)
-
-
 def test_where_the_masks_are_wanted_a_sparsifier_is_pointed_to_them(tmp_path: Path) -> None:
     sparsifier, optimizer = begun("rigl")
-    with pytest.raises(
-        gp.GrowpruneError, match=r"save needs a SparseModel, got a Sparsifier: give its attribute \.sparse"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"save needs a SparseModel, got a Sparsifier: .*sparse"):
         gp.save(sparsifier, tmp_path / "model.safetensors")  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="the optimizer given to sparsify made no step"):
         sparsifier.save(tmp_path / "model.safetensors")
     del optimizer
-
-
-def test_a_length_is_needed() -> None:
-    refuse(r"needs the length of the training: pass iterations=epochs \* len\(loader\)", iterations=None)
-    refuse(r"epochs=3 also needs iterations_per_epoch", iterations=None, epochs=3)
-    lengths = {"iterations": None, "steps": 2, "epochs": 3, "finetune": 4}
-    refuse(r"cyclic_gap with epochs also needs iterations_per_epoch", method="cyclic_gap", **lengths)
-    refuse("iterations must be an integer >= 1, got 0", iterations=0)
-
-
-def test_a_first_mask_that_a_method_does_not_take_is_refused() -> None:
-    refuse("gmp chooses its first mask itself", method="gmp", initial_mask="magnitude")
-    refuse(
-        "initial_mask must be one of 'auto', 'random', 'magnitude', 'as_is', 'wanda', 'sparsegpt', got 'zeros'",
-        initial_mask="zeros",
-    )
-
-
-def test_branches_cannot_be_trained_in_one_loop() -> None:
-    refuse("parallel_gap trains branches on several machines", method="parallel_gap")
-
-
-def test_gradients_that_a_first_mask_needs_are_asked_for() -> None:
-    refuse(r"snip chooses its first mask by gradients: pass losses, .* such as losses=\[", method="snip")
 
 
 @pytest.mark.parametrize(
@@ -505,9 +453,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_a_state_that_is_none_is_refused() -> None:
     sparsifier, _ = begun("gradual_gap")
-    with pytest.raises(
-        gp.GrowpruneError, match="the state dict lacks cursor, first, lengths, settings, sparse, version"
-    ):
+    with pytest.raises(gp.GrowpruneError, match=r"the state dict lacks cursor, first, lengths, .*, version"):
         sparsifier.load_state_dict({})
 
 
@@ -549,8 +495,3 @@ def test_a_method_of_constant_sparsity_keeps_a_first_mask_by_data() -> None:
     sparsifier, _ = calibrated("wanda", "rigl")
     assert sparsifier.plan.options["initial_mask"] == "as_is"
     assert sparsifier.sparse.is_at_target
-
-
-def test_calibration_goes_with_a_first_mask_by_data_only() -> None:
-    refuse("initial_mask='sparsegpt' needs calibration=", initial_mask="sparsegpt")
-    refuse("calibration is only used by initial_mask='wanda' or 'sparsegpt', got 'auto'", calibration=[1])

@@ -83,15 +83,16 @@ def keeps_zeros(optimizer: Optimizer) -> bool:
 class Stepper:
     """The hooks around the steps of one optimizer, for all sparse models that it trains.
 
-    The optimizer owns its stepper. The stepper refers to models weakly; without any, its hooks do nothing.
+    The optimizer owns its stepper. The stepper refers to models weakly, and its hooks go with the last of them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         """Returns the optimizer, as long as it exists."""
         self._models: list[weakref.ref[SparseModel]] = []
-        self._refusal = ""
-        """Why steps are refused, after `to_dense_`."""
+        self._handles: list[Any] = []
+        self._refusal: Any = None
+        """The hook that refuses steps after `to_dense_`."""
         self._now: list[tuple[SparseModel, dict[str, Any]]] = []
         """During a step: each model, and how its parameters that the optimizer trains are stored, by name."""
         self._scaled: list[tuple[Group, list[Group]]] = []
@@ -101,11 +102,6 @@ class Stepper:
         self._dtype: torch.dtype | None = None
         self.state_came_first: bool | None = None
         """None unless state was loaded since the last step; True if other masks were loaded after it."""
-        optimizer.register_step_pre_hook(uncompiled(self.before))
-        optimizer.register_step_post_hook(uncompiled(self.after))
-        optimizer.register_state_dict_pre_hook(lambda saving: self.restore_groups())
-        optimizer.register_load_state_dict_pre_hook(lambda loading, state: self.restore_groups())
-        optimizer.register_load_state_dict_post_hook(self._follow_loaded_state)
 
     # A step
 
@@ -114,12 +110,8 @@ class Stepper:
 
         Return what such a hook returns: None, or new arguments of the step.
         """
-        if self._refusal:
-            raise GrowpruneError(self._refusal)
         self.restore_groups()  # those of a step that raised
         self._now = [(model, model.trained_by(optimizer)) for model in self.models()]
-        if not self._now:
-            return None
         is_loaded = self.state_came_first is not None
         for model, _ in self._now:
             model.check_ready(self)
@@ -180,15 +172,46 @@ class Stepper:
 
     def add(self, model: SparseModel) -> None:
         """Take a model in."""
-        if model not in self.models():
-            self._models.append(weakref.ref(model))
-            self._refusal = ""
+        optimizer = self.optimizer()
+        if optimizer is None or model in self.models():
+            return
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+        if not self._models:
+            self._handles = [
+                optimizer.register_step_pre_hook(uncompiled(self.before)),
+                optimizer.register_step_post_hook(uncompiled(self.after)),
+                optimizer.register_state_dict_pre_hook(lambda saving: self.restore_groups()),
+                optimizer.register_load_state_dict_pre_hook(lambda loading, state: self.restore_groups()),
+                optimizer.register_load_state_dict_post_hook(self._follow_loaded_state),
+            ]
+        mine = weakref.ref(self)
+
+        def forget(gone: weakref.ref[SparseModel]) -> None:
+            if (stepper := mine()) is not None:
+                stepper._drop(gone)
+
+        self._models.append(weakref.ref(model, forget))
 
     def drop(self, model: SparseModel, *, reason: str) -> None:
-        """Let a model go. With a reason, the optimizer's steps are refused from now on."""
+        """Let a model go. Steps are refused from now on, with a reason, until another is taken in."""
         self.restore_groups()
-        self._models = [reference for reference in self._models if reference() is not model]
-        self._now, self._refusal = [], self._refusal or reason
+        for reference in [reference for reference in self._models if reference() is model]:
+            self._drop(reference)
+        if reason and self._refusal is None and (optimizer := self.optimizer()) is not None:
+
+            def refuse(*_: Any) -> None:
+                raise GrowpruneError(reason)
+
+            self._refusal = optimizer.register_step_pre_hook(uncompiled(refuse))
+
+    def _drop(self, reference: weakref.ref[SparseModel]) -> None:
+        self._models = [other for other in self._models if other is not reference]
+        if not self._models:
+            for handle in self._handles:
+                handle.remove()
+            self._handles, self._now = [], []
 
     # Learning rates
 

@@ -1,7 +1,5 @@
 """Images and tasks for the tests of classification."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is done to images before they are trained on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

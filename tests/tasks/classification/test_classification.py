@@ -1,7 +1,5 @@
 """The task, on images in folders and packed files."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

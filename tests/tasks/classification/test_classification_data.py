@@ -1,7 +1,5 @@
 """Images, files and settings that are not right."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any
@@ -153,9 +151,7 @@ def test_a_split_that_cannot_be_read_is_an_error(tmp_path: Path, files: list[tup
 def test_an_image_of_another_size_is_named(tmp_path: Path, files: list[tuple[bytes, int, bool]]) -> None:
     odd = [(jpeg(picture(0, 0, height=12, width=14)), 0, False) if i == 4 else f for i, f in enumerate(files)]
     data = write_packed(tmp_path / "images.npz", packed(odd))
-    with pytest.warns(
-        UserWarning, match=r"skipped image 4: its size is 14 x 12, not 12 x 12\. .* task\.in_memory=false"
-    ):
+    with pytest.warns(UserWarning, match=r"skipped image 4: .* 14 x 12, not 12 x 12\. .* task\.in_memory=false"):
         small(data).num_batches()
     with pytest.raises(ValueError, match=r"crop='padded' needs .* has images of 12 x 12\. Set task\.image_size"):
         list(small(data, image_size=16).batches(seed=0, start=0, device=CPU))

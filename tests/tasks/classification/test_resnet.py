@@ -1,7 +1,5 @@
 """ResNet-18 and ResNet-50: sizes, shapes and how they begin."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Detection: anchors, boxes, matching, the loss, the model, and COCO's numbers, each against what is known of it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

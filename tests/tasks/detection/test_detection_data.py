@@ -1,7 +1,5 @@
 """Detection: COCO's format, pictures and their augmentation, batches, evaluation, and data that is not right."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The GPT, against formulas written out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

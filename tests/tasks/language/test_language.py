@@ -1,7 +1,5 @@
 """The task: how a text is cut, which batches come when, what is measured, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

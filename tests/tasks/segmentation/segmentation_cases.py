@@ -1,7 +1,5 @@
 """Shapes and tasks for the tests of segmentation."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Iterator

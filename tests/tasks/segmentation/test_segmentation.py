@@ -1,7 +1,5 @@
 """The task: its metric, its files, its cache."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

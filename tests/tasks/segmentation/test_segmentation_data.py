@@ -1,7 +1,5 @@
 """Shapes, lists and files that are not right."""
 
-from __future__ import annotations
-
 import json
 import warnings
 import zipfile

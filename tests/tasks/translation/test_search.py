@@ -1,7 +1,5 @@
 """Beam search, against searches written with lists."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

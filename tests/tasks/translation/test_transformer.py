@@ -1,7 +1,5 @@
 """The Transformer, against torch's own attention and formulas written out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

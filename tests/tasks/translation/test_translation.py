@@ -1,7 +1,5 @@
 """The task: what it measures, and the data it reads and refuses."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

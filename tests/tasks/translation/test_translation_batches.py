@@ -1,7 +1,5 @@
 """Byte-pair pieces, and batches of encoded sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss of a translation: a mean over tokens, however they are batched."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import cast
 
 import pytest
 import torch
+from toy import stopped
 from translation_cases import CPU, model_of, naive_losses, tiny, tokens
 
 import growprune as gp
@@ -62,9 +61,7 @@ def test_accumulated_batches_count_by_their_tokens(data: Path, tmp_path: Path) -
 
 def test_pieces_are_kept_with_a_run_and_must_be_the_same_when_it_is_resumed(data: Path, tmp_path: Path) -> None:
     recipe = Recipe(task=tiny(data), method=methods.dense, options={"epochs": 2}, device="cpu")
-    countdown = iter([False] * 2)
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, tmp_path / "run", should_stop=lambda: next(countdown, True))
+    stopped(recipe, tmp_path / "run", 2)
     kept = (tmp_path / "run/pieces.model").read_bytes()
     assert Pieces(kept).decode([Pieces(kept).encode(["one two."], is_target=False)[0].tolist()]) == ["one two."]
     before = (data / "train.en").read_bytes()

@@ -1,7 +1,5 @@
 """Sentences, small models and tasks for the tests of translation."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
