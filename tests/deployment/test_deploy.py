@@ -814,18 +814,19 @@ def test_the_faster_of_both_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert deployed.table[0].dense_ms == 1e3 * taken[0] and deployed.table[0].sparse_ms == 1e3 * taken[1]
 
 
-def test_without_a_compiler_it_runs_on_torch_which_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_stays_in_torch_which_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), Small0()), torch.randn(4, 64)
     monkeypatch.setenv("CXX", "no-such-compiler")
     library.library.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found") as said:
+        with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found .*: the model stays in torch") as said:
             deployed = check(model, x, sparsity=0.95)
         assert len(said) == 1
     finally:
         library.library.cache_clear()
-    assert {row.layer: row.choice for row in deployed.table} == {"0": "sparse", "2.conv": "dense"}
+    assert deployed.is_in_torch
+    assert {row.layer: row.choice for row in deployed.table} == {"0": "torch", "2.conv": "torch"}
 
 
 class Small0(nn.Module):

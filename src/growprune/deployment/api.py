@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from growprune.deployment.cpu.library import Tile
+from growprune.deployment.cpu.library import BuildError, Tile, library
 from growprune.deployment.cpu.tuning import seconds_in_turns
 from growprune.deployment.cuda.swapping import deploy_linears
 from growprune.deployment.deployed import Deployed, Swapped
@@ -192,6 +192,12 @@ def _deploy_on_cpu(
     elif keeps_state(module_of(model), example) and whole:
         warn(STATEFUL)
         in_torch = "the whole model (it keeps a state)"
+    else:
+        try:
+            library()
+        except BuildError as error:
+            warn(f"{error}: the model stays in torch")
+            in_torch = "the whole model (there are no kernels)"
     if in_torch:
         skeleton.fill_in()
         table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=(in_torch,))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, block_diagonal, from_dense, matrix_of_zeros
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, matrix_of_zeros
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
 from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
@@ -131,6 +131,7 @@ def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
 def _conv2d(node: fx.Node, weights: _Weights) -> Made:
     x, weight, bias, stride, padding, dilation, groups = arguments(node, None, None, None, 1, 0, 1, 1)
     is_known = (bias is None or is_constant(bias)) and not is_constant(x) and x.meta["val"].dim() == 4
+    is_known &= groups == 1 or groups == x.meta["val"].shape[1] == weight.meta["val"].shape[0]
     padding = _padding(padding, weight.meta["val"].shape[2:], dilation) if is_known else None
     if padding is None or not x.meta["val"].numel():
         return None
@@ -143,32 +144,10 @@ def _conv2d(node: fx.Node, weights: _Weights) -> Made:
     pairs = (kernel, pair(stride), padding, pair(dilation))
     geometry = Geometry(channels, batch, height, width, *pairs)
     name, matrix = found[0].removesuffix(".weight"), found[1]
-    if groups == 1:
-        matrix, geometry = _without_taps_in_padding(matrix, geometry)
-    else:
-        matrix = block_diagonal(matrix, groups, kernel[0] * kernel[1])
-    fused = Fused(name, matrix, geometry, constant(bias), sparse is not None, groups=groups, is_image=True)
-    fused.is_sparse &= not fused.is_depthwise  # whose kernel is dense
-    return x, fused
-
-
-def _without_taps_in_padding(matrix: SparseMatrix, geometry: Geometry) -> tuple[SparseMatrix, Geometry]:
-    """Crop a kernel that reaches beyond small images: what only ever multiplies padding is left out."""
-    kept, padding = list[slice](), list[int]()
-    for axis, size in enumerate((geometry.height, geometry.width)):
-        dilation, stride, before = geometry.dilation[axis], geometry.stride[axis], geometry.padding[axis]
-        places = range(-before, geometry.out_size[axis] * stride - before, stride)  # of the first tap
-        taps = [t for t in range(geometry.kernel[axis]) if any(0 <= at + t * dilation < size for at in places)]
-        kept.append(slice(taps[0], taps[-1] + 1))
-        padding.append(before - taps[0] * dilation)
-    kernel = (kept[0].stop - kept[0].start, kept[1].stop - kept[1].start)
-    if kernel == geometry.kernel or min(padding) < 0:
-        return matrix, geometry
-    cropped = dataclasses.replace(geometry, kernel=kernel, padding=(padding[0], padding[1]))
-    if cropped.out_size != geometry.out_size:
-        return matrix, geometry
-    weight = matrix.dense().view(matrix.rows, *geometry.kernel, -1)[:, kept[0], kept[1]].movedim(-1, 1)
-    return from_dense(weight, pattern=f"{matrix.height}x{matrix.width}"), cropped
+    is_depthwise = groups > 1  # whose kernel is dense
+    is_sparse = sparse is not None and not is_depthwise
+    ends: Any = {"is_depthwise": is_depthwise, "is_image": True}
+    return x, Fused(name, matrix, geometry, constant(bias), is_sparse, **ends)
 
 
 def _padding(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int] | None:
