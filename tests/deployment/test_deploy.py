@@ -122,7 +122,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "8x1"])
-def test_taps_that_only_see_padding_are_left_out(pattern: str) -> None:
+def test_kernels_may_be_larger_than_images(pattern: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(8, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1)),
@@ -131,8 +131,6 @@ def test_taps_that_only_see_padding_are_left_out(pattern: str) -> None:
     x = torch.randn(3, 8, 2, 2)
     deployed = gp.deploy(sparse_of(model, pattern=pattern), x, seconds=0)
     assert_same(deployed(x), model(x))
-    kernels = [row.shape.split(" x ")[0] for row in deployed.table]
-    assert kernels == ["16x72 (3x3)", "16x64 (2x2)", "8x16", "8x8"]
 
 
 def test_layers_among_operations_that_stay_in_torch() -> None:
@@ -142,7 +140,7 @@ def test_layers_among_operations_that_stay_in_torch() -> None:
     assert {row.layer: row.choice for row in deployed.table} == {
         "first": "sparse",
         "wide": "sparse",
-        "grouped": "sparse",
+        "grouped": "torch",
         "last": "sparse",
         "head": "sparse",
     }
@@ -422,14 +420,14 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda about: about["rows"][0].update(choice=[]), "is damaged .ValueError: a choice is"),
-        (lambda about: about["rows"][0].update(layer=7), "is damaged .TypeError: 7 is not a string"),
-        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is not a number from 0"),
+        (lambda about: about["rows"][0].update(choice=[]), "is damaged .its rows.*.choice is"),
+        (lambda about: about["rows"][0].update(layer=7), "is damaged .its rows.*.layer is 7"),
+        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .its rows.*.dense_ms is"),
         (
             lambda about: about["rows"][0]["tile"].update(threads=4096),
             "is damaged .ValueError: a layer has more",
         ),
-        (lambda about: about.pop("runs"), "is damaged .KeyError: 'runs'"),
+        (lambda about: about.pop("runs"), "is damaged .it has no runs"),
         (
             lambda about: example_of(about).update(shape=[1 << 20] * 2),
             "is damaged .ValueError: a tensor of",

@@ -155,7 +155,7 @@ def load_deployed(
         if is_same and any(isinstance(row.tile, Tile) and row.tile.threads > torch.get_num_threads() for row in table):
             raise ValueError("a layer has more threads than the machine it was measured on")
     except UNREADABLE as error:
-        raise damaged(folder, error) from None
+        raise damaged(folder, first_line(error)) from None
     options: Any = {"seconds": 0 if is_same else seconds, "known": table.rows if is_same else ()}
     try:
         if device.type == "cuda":

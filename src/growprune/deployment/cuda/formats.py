@@ -90,7 +90,7 @@ def lane_matrix(entries: SparseMatrix, *, lanes: int = 16, has_offsets: bool = T
 
     Args:
         entries: in blocks of 1 x 1, on the device to compute on; see `SparseMatrix.to`.
-        lanes: how many lanes share a row: 8, 16 or 32. With offsets, fewer the sparser it is.
+        lanes: how many lanes share a row.
         has_offsets: 8-bit offsets rather than 16-bit columns.
     """
     if entries.columns > MOST_COLUMNS:
