@@ -342,7 +342,7 @@ def test_a_sparse_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_saved_and_loaded_it_gives_the_same_bits(tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = translation()
-    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr("growprune.deployment.api._times", lambda *_: (1.0, 2.0))
     taken = iter([(2e-3, 1e-3), (1e-3, 2e-3)] * 50)
     monkeypatch.setattr(tuning, "torch_and_our_seconds", lambda *_: next(taken))  # some sparse, some dense
     deployed = gp.deploy(sparse_of(model, storage="compact"), example, seconds=0.2, whole=whole)
@@ -405,9 +405,8 @@ def test_a_folder_of_another_machine_is_measured_again(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "is damaged"),
-        ('{"format": 2}', "has format 2, but this growprune reads 1"),
-        ('{"format": 1}', "is damaged"),
-        ('{"format": 1, "example": [{"tensor": 3}, {"dict": {}}]}', "is damaged"),
+        ('{"format": 1}', "has format 1, but this growprune reads 2"),
+        ('{"format": 2}', "is damaged"),
     ],
 )
 def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -429,12 +428,13 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
         ),
         (lambda about: about.pop("runs"), "is damaged .it has no runs"),
         (
-            lambda about: example_of(about).update(shape=[1 << 20] * 2),
+            lambda about: example_of(about).__setitem__(0, [1 << 20] * 2),
             "is damaged .ValueError: a tensor of",
         ),
-        (lambda about: example_of(about).update(dtype="load"), "is damaged .TypeError: a tensor is 4-dimensional"),
+        (lambda about: about.update(example={}), "is damaged .KeyError: 'tensors'"),
+        (lambda about: example_of(about).__setitem__(1, "load"), "is damaged .TypeError: a tensor is 4-dimensional"),
         (
-            lambda about: example_of(about).update(shape=[1, 5, 8, 8]),
+            lambda about: example_of(about).__setitem__(0, [1, 5, 8, 8]),
             "the model failed on the example in",
         ),
     ],
@@ -449,8 +449,9 @@ def test_what_a_folder_says_is_not_trusted(tmp_path: Path, change: Any, message:
     assert "\n" not in str(raised.value)
 
 
-def example_of(about: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = about["example"][0]["tuple"][0]["tensor"]
+def example_of(about: dict[str, Any]) -> list[Any]:
+    """The shape and dtype of its tensor."""
+    found: list[Any] = about["example"]["tensors"]["0"]
     return found
 
 
@@ -792,7 +793,7 @@ def test_a_model_that_torch_runs_faster_stays_in_torch(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     model, x = Small(), torch.randn(2, 4, 8, 8)
     sparse = sparse_of(model)
-    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr("growprune.deployment.api._times", lambda *_: (2.0, 1.0))
     with pytest.warns(UserWarning, match="takes 2 ms, and in torch 1 ms: it stays in torch"):
         deployed = gp.deploy(sparse, x, seconds=0.01)
     assert deployed.is_in_torch
@@ -804,7 +805,7 @@ def test_the_faster_of_both_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was measured, and by nothing else."""
     torch.manual_seed(0)
     sparse = sparse_of(Small())
-    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr("growprune.deployment.api._times", lambda *_: (1.0, 2.0))
     for taken, choice in (((2e-3, 1e-3), "sparse"), ((1e-3, 2e-3), "dense")):
         monkeypatch.setattr(tuning, "torch_and_our_seconds", lambda *_, taken=taken: taken)
         deployed = gp.deploy(sparse, torch.randn(2, 4, 8, 8), seconds=0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +245,7 @@ def _rows_in_torch(skeleton: Skeleton, rows: Sequence[Row]) -> list[Row]:
 
 
 def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: float) -> tuple[float, float]:
-    """How long the deployed model takes, and how long it takes in torch."""
+    """Milliseconds of the deployed model and of the model in torch: of each the 30th percentile, in turns."""
     skeleton.fill_in()
 
     def in_torch() -> None:
@@ -253,19 +253,11 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
         example.call(skeleton.module)
         swapped.put(deployed=True)
 
-    times = milliseconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds, SPINNING)
+    found = seconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds, SPINNING)
     if isinstance(swapped.module, Part):
         skeleton.empty()
-    return times
-
-
-def milliseconds_in_turns(
-    calls: Sequence[Callable[[], object]], seconds: float, pause: float = 0.0
-) -> tuple[float, float]:
-    """Of each of two calls, in turns, the 30th percentile."""
-    found = seconds_in_turns(calls, seconds, pause)
-    first, second = (1e3 * sorted(times)[int(0.3 * (len(times) - 1))] for times in found)
-    return first, second
+    deployed_ms, torch_ms = (1e3 * sorted(times)[int(0.3 * (len(times) - 1))] for times in found)
+    return deployed_ms, torch_ms
 
 
 def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:

@@ -27,13 +27,14 @@ from growprune.deployment.example import Example
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
+from growprune.files import checkpoint
 from growprune.files import sparse_file as file
 from growprune.files.disk import NUMBER, Names, fault, read_json
 from growprune.masks.inspection import masks_of_zeros
 from growprune.sparse.model import SparseModel
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
-FORMAT = 1
+FORMAT = 2
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of JSON that is not as it was written."""
 MAX_EXAMPLE_BYTES = 256 << 20
@@ -43,7 +44,7 @@ MAX_TILE = 1 << 20
 CHOICES = ("sparse", "dense", "torch")
 AGAIN = "deploy the model again"
 NAMES: Names = {
-    **{"device": str, "machine": dict, "is_whole": bool, "runs": str, "example": list, "origin": dict},
+    **{"device": str, "machine": dict, "is_whole": bool, "runs": str, "example": dict, "origin": dict},
     **{"deployed_ms?": NUMBER, "torch_ms?": NUMBER, "in_torch.*": str},
     **{f"rows.*.{name}": str for name in ("layer", "shape", "choice", "format")},
     **{"rows.*.sparsity": NUMBER, "rows.*.dense_ms?": NUMBER, "rows.*.sparse_ms?": NUMBER, "rows.*.tile?": dict},
@@ -80,20 +81,17 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {device.type: digest, "threads": 0 if is_gpu else torch.get_num_threads(), "torch": torch.__version__}
 
 
-def encoded(value: Any) -> Any:
-    """An argument of an example as JSON: of tensors, their shapes and types."""
-    if isinstance(value, Tensor):
-        return {"tensor": {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
-    if isinstance(value, (tuple, list)):
-        return {"tuple" if isinstance(value, tuple) else "list": [encoded(item) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": {key: encoded(item) for key, item in value.items()}}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    raise GrowpruneError(
-        f"the example contains a {type(value).__name__}, which cannot be saved: use tensors, numbers, strings, lists, "
-        f"tuples and dicts"
-    )
+def encoded(example: Example) -> dict[str, Any]:
+    """An example as JSON: of tensors, their shapes and types."""
+    tensors = dict[str, Tensor]()
+    try:
+        nest = checkpoint.encode([example.args, example.kwargs], tensors)
+    except TypeError as error:
+        raise GrowpruneError(
+            f"the example cannot be saved ({error}): use tensors, numbers, strings, lists, tuples and dicts"
+        ) from None
+    about = {key: [list(x.shape), str(x.dtype).removeprefix("torch.")] for key, x in tensors.items()}
+    return {"arguments": nest, "tensors": about}
 
 
 # Reading
@@ -109,7 +107,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     about = read_json(path, {"format": int}, AGAIN)
     if about["format"] != FORMAT:
         raise GrowpruneError(
-            f"{path} has format {about['format']}, but this growprune reads {FORMAT}: update growprune"
+            f"{path} has format {about['format']}, but this growprune reads {FORMAT}: {AGAIN}, or update growprune"
         )
     if wrong := fault(about, NAMES):
         raise damaged(folder, wrong)
@@ -139,32 +137,23 @@ def _row(about: Mapping[str, Any]) -> Row:
     return replace(row, tile=tile)
 
 
-def read_example(content: Any) -> Example:
-    args, kwargs = (_decode(part) for part in content)
+def read_example(content: Mapping[str, Any]) -> Example:
+    tensors = {key: _tensor(*about) for key, about in content["tensors"].items()}
+    args, kwargs = checkpoint.decode(content["arguments"], tensors)
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         raise TypeError("the example is not a tuple and a dict")
     return Example(args, kwargs)
 
 
-def _decode(content: Any) -> Any:
-    ((kind, value),) = content.items()
-    if kind == "tensor":
-        dtype, shape = getattr(torch, value["dtype"]), value["shape"]
-        for size in shape:
-            _check_whole(size, 1 << 40)
-        if not isinstance(dtype, torch.dtype) or len(shape) > 64:
-            raise TypeError(f"a tensor is {len(shape)}-dimensional and of {value['dtype']!r}")
-        if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
-            raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
-        return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
-    if kind in ("tuple", "list"):
-        items = [_decode(item) for item in value]
-        return tuple(items) if kind == "tuple" else items
-    if kind == "dict":
-        return {key: _decode(item) for key, item in value.items()}
-    if kind != "value" or not (value is None or isinstance(value, (bool, int, float, str))):
-        raise ValueError(f"an argument is a {str(kind)[:20]}")
-    return value
+def _tensor(shape: list[int], name: str) -> Tensor:
+    dtype = getattr(torch, name)
+    for size in shape:
+        _check_whole(size, 1 << 40)
+    if not isinstance(dtype, torch.dtype) or len(shape) > 64:
+        raise TypeError(f"a tensor is {len(shape)}-dimensional and of {name!r}")
+    if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
+        raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
+    return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
 def _check_whole(number: object, high: int) -> None:

@@ -249,7 +249,7 @@ def _check_sparse(model: Any, expected: dict[str, tuple[tuple[int, ...], int]], 
         output = helper.make_value_info(name, helper.make_tensor_type_proto(1, shape))
         part = helper.make_graph(nodes, "weight", [], [output], [stored[one] for one in needed & stored.keys()])
         evaluator = ReferenceEvaluator(helper.make_model(part, opset_imports=model.opset_import))
-        (weight,) = evaluator.run(None, {})
+        weight: Any = evaluator.run(None, {})[0]
         if weight.shape != shape or int(np.count_nonzero(weight)) != alive:
             raise GrowpruneError(
                 f"{name} has {int(np.count_nonzero(weight))} non-zero weights in {path}, not {alive}: the file was "

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,6 @@ class _Geometry(ctypes.Structure):
     )
 
 
-class _Tile(ctypes.Structure):
-    _fields_ = tuple((name, c_int32) for name in ("lanes", "vectors", "k_block", "row_chunks", "threads"))
-
-
 class BoundLayer(ctypes.Structure):
     """A layer of the library, and x, out and residual: where each begins, and the distance between its rows."""
 
@@ -90,6 +86,10 @@ class Tile:
     threads: int
 
 
+class TileStruct(ctypes.Structure):
+    _fields_ = tuple((field.name, c_int32) for field in fields(Tile))
+
+
 class Library:
     """The functions of the library, with their types."""
 
@@ -97,9 +97,8 @@ class Library:
         strided = (c_void_p, c_int64)
         images = (POINTER(_Geometry), *strided, *strided)
         self.lanes = int(library.gp_lanes())
-        self.most_vectors = _typed(library.gp_most_vectors, c_int, c_int, c_int)
         self.prepare = _typed(
-            library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(_Tile), c_void_p, c_int
+            library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(TileStruct), c_void_p, c_int
         )
         self.run = _typed(library.gp_run, None, POINTER(BoundLayer), c_int)
         self.free = _typed(library.gp_free, None, c_void_p)
@@ -127,10 +126,6 @@ def matrix_struct(matrix: SparseMatrix) -> _Matrix:
 def geometry_struct(geometry: Geometry) -> _Geometry:
     g = geometry
     return _Geometry(g.channels, g.batch, g.height, g.width, *g.kernel, *g.stride, *g.padding, *g.dilation, *g.out_size)
-
-
-def tile_struct(tile: Tile) -> _Tile:
-    return _Tile(*astuple(tile))
 
 
 def strided(tensor: Tensor | None) -> tuple[int | None, int]:

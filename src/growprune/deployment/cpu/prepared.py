@@ -23,11 +23,11 @@ from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import (
     BoundLayer,
     Tile,
+    TileStruct,
     geometry_struct,
     library,
     matrix_struct,
     strided,
-    tile_struct,
 )
 from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError
@@ -129,7 +129,7 @@ class NativeLayer(LibraryLayer):
     def __init__(self, spec: LayerSpec, tile: Tile) -> None:
         super().__init__(spec)
         self.tile, matrix = tile, spec.weight
-        structs = (matrix_struct(matrix), geometry_struct(spec.geometry), tile_struct(tile))
+        structs = (matrix_struct(matrix), geometry_struct(spec.geometry), TileStruct(*dataclasses.astuple(tile)))
         self._hold(
             library().prepare(*structs, strided(self._bias)[0], int(spec.activation)),
             f"{tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "

@@ -30,8 +30,6 @@ extern "C" {
 
 GP_API int gp_lanes() { return GP_LANES; }
 
-GP_API int gp_most_vectors(int lanes, int height) { return most_vectors(lanes, height); }
-
 // Null if the tile is not possible, or memory runs out.
 GP_API Layer *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias,
                          int activation) {
