@@ -248,8 +248,8 @@ def _check_sparse(model: Any, expected: dict[str, tuple[tuple[int, ...], int]], 
                 needed.update(node.input)
         output = helper.make_value_info(name, helper.make_tensor_type_proto(1, shape))
         part = helper.make_graph(nodes, "weight", [], [output], [stored[one] for one in needed & stored.keys()])
-        evaluator = ReferenceEvaluator(helper.make_model(part, opset_imports=model.opset_import))
-        weight: Any = evaluator.run(None, {})[0]
+        evaluator: Any = ReferenceEvaluator(helper.make_model(part, opset_imports=model.opset_import))
+        (weight,) = evaluator.run(None, {})
         if weight.shape != shape or int(np.count_nonzero(weight)) != alive:
             raise GrowpruneError(
                 f"{name} has {int(np.count_nonzero(weight))} non-zero weights in {path}, not {alive}: the file was "
