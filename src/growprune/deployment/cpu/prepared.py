@@ -208,14 +208,10 @@ def bind_repeat(geometry: Geometry, times: tuple[int, int], x: Tensor, out: Tens
 def check_matrix(name: str, tensor: Tensor, rows: int, columns: int) -> None:
     """Refuse what the kernels, which trust their pointers, would read or write wrongly."""
     is_float = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    if not is_float or tensor.shape != (rows, columns) or not _has_rows(tensor):
+    has_shape = tensor.shape == (rows, columns)
+    has_rows = has_shape and (columns == 1 or tensor.stride(1) == 1) and (rows == 1 or tensor.stride(0) >= columns)
+    if not is_float or not has_rows:
         raise GrowpruneError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}, but "
             f"must be float32 {(rows, columns)} on the CPU, with columns next to one another"
         )
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    """Whether it is rows that lie one behind the other, with or without gaps."""
-    rows, columns = tensor.shape
-    return (columns == 1 or tensor.stride(1) == 1) and (rows == 1 or tensor.stride(0) >= columns)
