@@ -122,7 +122,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "8x1"])
-def test_kernels_may_be_larger_than_images(pattern: str) -> None:
+def test_taps_that_only_see_padding_are_left_out(pattern: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(8, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1)),
@@ -131,6 +131,8 @@ def test_kernels_may_be_larger_than_images(pattern: str) -> None:
     x = torch.randn(3, 8, 2, 2)
     deployed = gp.deploy(sparse_of(model, pattern=pattern), x, seconds=0)
     assert_same(deployed(x), model(x))
+    kernels = [row.shape.split(" x ")[0] for row in deployed.table]
+    assert kernels == ["16x72 (3x3)", "16x64 (2x2)", "8x16", "8x8"]
 
 
 def test_layers_among_operations_that_stay_in_torch() -> None:

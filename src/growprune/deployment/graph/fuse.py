@@ -145,9 +145,30 @@ def _conv2d(node: fx.Node, weights: _Weights) -> Made:
     geometry = Geometry(channels, batch, height, width, *pairs)
     name, matrix = found[0].removesuffix(".weight"), found[1]
     is_depthwise = groups > 1  # whose kernel is dense
+    if not is_depthwise:
+        matrix, geometry = _without_taps_in_padding(matrix, geometry)
     is_sparse = sparse is not None and not is_depthwise
     ends: Any = {"is_depthwise": is_depthwise, "is_image": True}
     return x, Fused(name, matrix, geometry, constant(bias), is_sparse, **ends)
+
+
+def _without_taps_in_padding(matrix: SparseMatrix, geometry: Geometry) -> tuple[SparseMatrix, Geometry]:
+    """Crop a kernel that reaches beyond small images: what only ever multiplies padding is left out."""
+    kept, padding = list[slice](), list[int]()
+    for axis, size in enumerate((geometry.height, geometry.width)):
+        dilation, stride, before = geometry.dilation[axis], geometry.stride[axis], geometry.padding[axis]
+        places = range(-before, geometry.out_size[axis] * stride - before, stride)  # of the first tap
+        taps = [t for t in range(geometry.kernel[axis]) if any(0 <= at + t * dilation < size for at in places)]
+        kept.append(slice(taps[0], taps[-1] + 1))
+        padding.append(before - taps[0] * dilation)
+    kernel = (kept[0].stop - kept[0].start, kept[1].stop - kept[1].start)
+    if kernel == geometry.kernel or min(padding) < 0:
+        return matrix, geometry
+    cropped = dataclasses.replace(geometry, kernel=kernel, padding=(padding[0], padding[1]))
+    if cropped.out_size != geometry.out_size:
+        return matrix, geometry
+    weight = matrix.dense().view(matrix.rows, *geometry.kernel, -1)[:, kept[0], kept[1]].movedim(-1, 1)
+    return from_dense(weight, pattern=f"{matrix.height}x{matrix.width}"), cropped
 
 
 def _padding(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int] | None:
