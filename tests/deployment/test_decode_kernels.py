@@ -251,20 +251,9 @@ def test_a_layer_takes_any_batch_and_a_bias(kind: str, monkeypatch: pytest.Monke
         torch.testing.assert_close(layer(x), F.linear(x, weight, bias))
 
 
-def test_a_batch_over_16_is_taken_16_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    plain = product
-
-    def counted(matrix: LaneMatrix, x: Tensor, tile: Tile | None) -> Tensor:
-        sizes.append(len(x))
-        return plain(matrix, x, tile)
-
-    monkeypatch.setattr("growprune.deployment.cuda.linear.product", counted)
-    layer = SparseLinear(lane_matrix(from_dense(torch.eye(4))))
-    layer(torch.ones(40, 4))
-    assert sizes == [16, 16, 8]
-    layer(torch.ones(65, 4))
-    assert sizes == [16, 16, 8]
+def test_a_batch_over_16_is_multiplied_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("growprune.deployment.cuda.linear.product", None)
+    assert torch.equal(SparseLinear(lane_matrix(from_dense(torch.eye(4))))(torch.ones(17, 4)), torch.ones(17, 4))
 
 
 def test_a_layer_takes_its_tile_for_as_many_samples_as_it_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,44 +117,30 @@ def test_two_processes_that_build_at_once_both_get_a_whole_library(
     assert names == {str(path) for path in cache.iterdir()} and len(names) == 1
 
 
-def test_a_compiler_that_fails_is_warned_of_once_with_its_command_and_log(
+def test_a_compiler_that_fails_is_named_with_its_command_and_log(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fake_compiler(tmp_path, monkeypatch, 'echo "no such instruction" >&2; exit 3')
-    with pytest.warns(UserWarning, match=r"fake c\+\+' .*-O3 .* ended with 3, its log is .*CSR from 90 %") as told:
-        assert library.library() is None
+    with pytest.raises(library.BuildError, match=r"fake c\+\+' .*-O3 .* ended with 3, its log is ") as raised:
+        library.library()
     (log,) = cache.iterdir()
-    assert str(log) in str(told[0].message)
+    assert str(log) in str(raised.value) and num_lines(calls) == 1
     assert "no such instruction" in log.read_text() and "-march=native" in log.read_text()
-    with warnings.catch_warnings(record=True) as again:
-        assert library.library() is None
-    assert again == [] and num_lines(calls) == 2, "once with OpenMP and once without"
 
 
-def test_a_compiler_without_openmp_makes_kernels_for_one_thread(
-    cache: Path, built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = f'case "$*" in *-fopenmp*) exit 1;; esac; cp "{built}" "$to"'
-    assert num_lines(fake_compiler(tmp_path, monkeypatch, work)) == 0
-    assert library.open_or_build().gp_lanes() in (4, 8, 16)
-    assert sorted(path.suffix for path in cache.iterdir()) == [".log", ".so"]
-
-
-def test_a_missing_compiler_is_warned_of_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
-    with pytest.warns(UserWarning, match=r"no C\+\+ compiler was found .*'no-such-compiler -m64'"):
-        assert library.library() is None
-    with warnings.catch_warnings(record=True) as again:
-        assert library.library() is None
-    assert again == [] and not cache.exists()
+    with pytest.raises(library.BuildError, match=r"no C\+\+ compiler was found .*'no-such-compiler -m64'"):
+        library.library()
+    assert not cache.exists()
 
 
 def test_a_compiler_that_does_not_even_say_its_version_is_a_reason_too(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "false")
-    with pytest.warns(UserWarning, match="does not work: .*false --version"):
-        assert library.library() is None
+    with pytest.raises(library.BuildError, match=r"does not work: .*false --version"):
+        library.library()
 
 
 def test_without_a_writable_cache_the_library_is_built_elsewhere(
@@ -170,7 +155,7 @@ def test_without_a_writable_cache_the_library_is_built_elsewhere(
 
 @pytest.mark.usefixtures("built")
 def test_layers_share_the_openmp_of_torch() -> None:
-    library.require_library()
+    library.library()
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("only Linux tells what is loaded")

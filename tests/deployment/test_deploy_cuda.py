@@ -267,7 +267,7 @@ def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatc
     )
     again = gp.load_deployed(tmp_path / "fast", sparse_mlp().model)
     assert [type(part) for part in again.module] == [SparseLinear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
-    assert (again.module[0].kind, again.module[0].tile) == ("columns", Tile(2))
+    assert (again.module[0].matrix.bases, again.module[0].tile) == (None, Tile(2))
     assert again.table == fast.table
     assert torch.equal(again(x), fast(x))
 

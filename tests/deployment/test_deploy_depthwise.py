@@ -1,4 +1,4 @@
-"""Grouped and depthwise convolutions on our kernels, and the threads that share their work."""
+"""Depthwise convolutions on our kernels, and the threads that share their work."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ import growprune as gp
 from growprune.deployment.cpu import library
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import BuildError, find_compiler
-from growprune.deployment.cpu.matrix import block_diagonal, from_dense, own_channels
-from growprune.deployment.cpu.prepared import Activation, DenseLayer, DepthwiseLayer, LayerSpec, Repeat
+from growprune.deployment.cpu.matrix import from_dense
+from growprune.deployment.cpu.prepared import Activation, DepthwiseLayer, LayerSpec, bind_repeat
 from growprune.deployment.graph.program import CallStep, Lowered, Program, TorchStep, is_ours
 from growprune.errors import GrowpruneError
 
@@ -32,7 +32,7 @@ def kernels() -> None:
         find_compiler()
     except BuildError as error:
         pytest.skip(f"the kernels cannot be built here: {error}")
-    library.require_library()
+    library.library()
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -51,9 +51,7 @@ def spaced(tensor: Tensor) -> Tensor:
 
 
 def spec_of(weight: Tensor, geometry: Geometry, **options: Any) -> LayerSpec:
-    groups = weight.shape[0]
-    matrix = block_diagonal(from_dense(weight), groups, weight[0, 0].numel())
-    return LayerSpec("layer", matrix, geometry, is_sparse=False, groups=groups, **options)
+    return LayerSpec("layer", from_dense(weight), geometry, is_sparse=False, is_depthwise=True, **options)
 
 
 def expected(spec: LayerSpec, weight: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -61,7 +59,7 @@ def expected(spec: LayerSpec, weight: Tensor, x: Tensor, residual: Tensor | None
     g = spec.geometry
     images = x.double().reshape(g.channels, g.batch, g.height, g.width).transpose(0, 1)
     bias = None if spec.bias is None else spec.bias.double()
-    found = F.conv2d(images, weight.double(), bias, g.stride, g.padding, g.dilation, spec.groups)
+    found = F.conv2d(images, weight.double(), bias, g.stride, g.padding, g.dilation, g.channels)
     sums = found.transpose(0, 1).flatten(1) + (0 if residual is None else residual.double())
     ends = {Activation.NONE: sums, Activation.RELU: sums.relu(), Activation.GELU: F.gelu(sums)}
     return {**ends, Activation.RELU6: F.relu6(sums)}[spec.activation]
@@ -75,13 +73,10 @@ def expect_same_as_torch(geometry: Geometry, num_threads: int, activation: Activ
     residual = torch.randn(g.channels, g.columns) if has_residual else None
     out = spaced(residual if residual is not None else torch.zeros(g.channels, g.columns))
     whole = out.as_strided((g.channels - 1, g.columns + GAP), out.stride())  # the last row has no gap behind it here
-    layers = [DepthwiseLayer(spec, num_threads), DenseLayer(spec)]
-    for layer in layers:
-        if residual is not None:
-            out.copy_(residual)
-        layer.bind(spaced(x), out, None if residual is None else out)()  # the residual may be where the result goes
-        torch.testing.assert_close(out.double(), expected(spec, weight, x, residual), atol=2e-5, rtol=2e-5)
-        assert whole[:, g.columns :].isnan().all()
+    layer = DepthwiseLayer(spec, num_threads)
+    layer.bind(spaced(x), out, None if residual is None else out)()  # the residual may be where the result goes
+    torch.testing.assert_close(out.double(), expected(spec, weight, x, residual), atol=2e-5, rtol=2e-5)
+    assert whole[:, g.columns :].isnan().all()
 
 
 @st.composite
@@ -113,14 +108,6 @@ def test_large_images_are_done_in_bands_of_rows_and_small_ones_several_at_a_time
     expect_same_as_torch(geometry, 2, Activation.RELU6, False)
 
 
-def test_the_channels_of_a_group_are_found_again_in_the_block_diagonal_matrix() -> None:
-    weight = torch.arange(1.0, 1 + 4 * 3 * 2).view(4, 3, 1, 2)  # 2 groups of 2 outputs, 3 inputs, 2 taps
-    wide = block_diagonal(from_dense(weight), groups=2, taps=2).dense()
-    assert wide[0].tolist() == [1, 3, 5, 0, 0, 0, 2, 4, 6, 0, 0, 0]
-    assert wide[3].tolist() == [0, 0, 0, 19, 21, 23, 0, 0, 0, 20, 22, 24]
-    assert torch.equal(own_channels(wide, 2, 2), weight.movedim(1, -1).reshape(4, 2, 3))
-
-
 # Whole models
 
 
@@ -138,15 +125,20 @@ def deployed(model: nn.Module, x: Tensor, **options: Any) -> gp.Deployed:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of layers that are small
 @pytest.mark.parametrize("pattern", ["unstructured", "8x1"])
-@pytest.mark.parametrize("groups, out", [(2, 16), (4, 24), (16, 16), (16, 32)])
-def test_grouped_convolutions_are_deployed_sparse_and_dense(pattern: str, groups: int, out: int) -> None:
+@pytest.mark.parametrize("groups, out", [(2, 16), (16, 16), (16, 32)])
+def test_depthwise_convolutions_are_deployed_and_other_grouped_ones_stay_in_torch(
+    pattern: str, groups: int, out: int
+) -> None:
     grouped = nn.Conv2d(16, out, 3, 2, 1, groups=groups)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU6(), grouped, nn.BatchNorm2d(out), nn.GELU())
     for kept in ([], ["2"]):
         table = deployed(model, torch.randn(2, 3, 13, 11), pattern=pattern, keep_dense=kept).table
-        is_dense = bool(kept) or groups == out
-        assert table.in_torch == () and [row.choice for row in table] == ["sparse", "dense" if is_dense else "sparse"]
-        assert table[1].shape.startswith(f"{out}x{16 // groups * 9} (3x3)")
+        if groups == out:
+            assert table.in_torch == () and [row.choice for row in table] == ["sparse", "dense"]
+            assert table[1].shape.startswith("16x9 (3x3)")
+        else:
+            assert table.in_torch[0] == "conv2d"
+            assert [row.choice for row in table] == (["sparse"] if kept else ["sparse", "torch"])
 
 
 class MobileBlock(nn.Module):
@@ -200,12 +192,13 @@ def test_channels_of_whatever_lies_elsewhere_are_joined() -> None:
 @pytest.mark.parametrize("times", [(1, 1), (2, 2), (3, 1), (1, 4)])
 def test_numbers_are_repeated_in_blocks(times: tuple[int, int]) -> None:
     x = torch.randn(3, 2 * 4 * 5)
+    apart = spaced(x)
     out = torch.empty(3, 2 * 4 * times[0] * 5 * times[1])
-    Repeat(Geometry(3, 2, 4, 5), times)(spaced(x), out)
+    bind_repeat(Geometry(3, 2, 4, 5), times, apart, out)()
     images = x.view(3, 2, 4, 5).repeat_interleave(times[0], 2).repeat_interleave(times[1], 3)
     assert torch.equal(out, images.flatten(1))
     with pytest.raises(GrowpruneError, match="out is"):
-        Repeat(Geometry(3, 2, 4, 5), times)(x, torch.empty(3, 7))
+        bind_repeat(Geometry(3, 2, 4, 5), times, x, torch.empty(3, 7))
 
 
 # Threads

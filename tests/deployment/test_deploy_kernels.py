@@ -18,7 +18,14 @@ from growprune.deployment.cpu import library, prepared, tuning
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import BuildError, Library, Tile, find_compiler
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense, from_live
-from growprune.deployment.cpu.prepared import Activation, CsrLayer, DenseLayer, Layer, LayerSpec, NativeLayer, Pool
+from growprune.deployment.cpu.prepared import (
+    Activation,
+    DenseLayer,
+    Layer,
+    LayerSpec,
+    NativeLayer,
+    bind_pool,
+)
 from growprune.deployment.skeleton import skeleton_of
 from growprune.errors import GrowpruneError
 
@@ -33,7 +40,7 @@ def kernels() -> Library:
         find_compiler()
     except BuildError as error:
         pytest.skip(f"the kernels cannot be built here: {error}")
-    return library.require_library()
+    return library.library()
 
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -80,9 +87,9 @@ def expect_close(found: Tensor, expected: Tensor, scale: Tensor) -> None:
 @st.composite
 def tiles(draw: st.DrawFn, matrix_height: int) -> Tile:
     """Any tile the library takes, with blocks so small that there are many of them."""
-    found = library.require_library()
+    found = library.library()
     lanes = draw(st.sampled_from([n for n in (1, 4, 8, 16) if n <= found.lanes]))
-    vectors = draw(st.integers(1, found.most_vectors(lanes, matrix_height)))
+    vectors = draw(st.integers(1, 1 if lanes < found.lanes else 3 if matrix_height == 8 else 8))
     threads = draw(st.integers(1, 3))
     k_block = draw(st.sampled_from([8, 16, 40, 512]))
     return Tile(lanes, vectors, k_block, draw(st.integers(1, threads)), threads)
@@ -220,7 +227,7 @@ def test_kernels_for_shorter_vectors_give_the_same(
     except BuildError:
         pytest.skip("the compiler is not one for x86")
     for module in (prepared, tuning):
-        monkeypatch.setattr(module, "require_library", lambda: short)
+        monkeypatch.setattr(module, "library", lambda: short)
     assert short.lanes == lanes
     for pattern in PATTERNS:
         for geometry in (
@@ -244,11 +251,12 @@ def test_pools_are_those_of_torch(geometry: Geometry, ceil_mode: bool, counts_pa
     x = torch.randn(g.channels, g.in_columns)
     images = x.view(g.channels, g.batch, g.height, g.width).transpose(0, 1)
     largest = F.max_pool2d(images, g.kernel, g.stride, g.padding, g.dilation, ceil_mode)
-    found = Pool(g, threads=threads)(spaced(x), torch.empty(g.channels, g.columns))
+    apart, found = spaced(x), torch.empty(g.channels, g.columns)
+    bind_pool(g, apart, found, threads=threads)()
     assert torch.equal(found, largest.transpose(0, 1).flatten(1))
     means = F.avg_pool2d(images.double(), flat.kernel, flat.stride, flat.padding, ceil_mode, counts_padding)
-    pool = Pool(flat, is_mean=True, counts_padding=counts_padding, threads=threads)
-    found = pool(spaced(x), torch.empty(g.channels, flat.columns))
+    found = torch.empty(g.channels, flat.columns)
+    bind_pool(flat, apart, found, is_mean=True, counts_padding=counts_padding, threads=threads)()
     torch.testing.assert_close(found.double(), means.transpose(0, 1).flatten(1), atol=1e-6, rtol=1e-5)
 
 
@@ -295,10 +303,8 @@ def made(kind: type[Any], matrix: SparseMatrix, geometry: Geometry, **ends: Any)
 
 
 @pytest.mark.parametrize("geometry", [Geometry.linear(30, 20), Geometry(4, 2, 6, 5, (3, 3), (2, 1), (1, 0))])
-@pytest.mark.parametrize("kind", [NativeLayer, CsrLayer, DenseLayer])
+@pytest.mark.parametrize("kind", [NativeLayer, DenseLayer])
 def test_all_ways_to_run_a_layer_agree(kind: type[Any], geometry: Geometry) -> None:
-    if kind is CsrLayer and not geometry.is_plain:
-        pytest.skip("CSR of torch cannot convolve")
     weight, mask = weight_and_mask((16, geometry.channels, *geometry.kernel), "8x1", 0.3)
     x, bias, residual = (
         torch.randn(geometry.channels, geometry.in_columns),
@@ -317,17 +323,6 @@ def test_all_ways_to_run_a_layer_agree(kind: type[Any], geometry: Geometry) -> N
 
 def spec_of(weight: Tensor, geometry: Geometry) -> LayerSpec:
     return LayerSpec("layer", from_dense(weight), geometry)
-
-
-def test_without_kernels_csr_stands_in_from_90_percent_on_and_dense_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "library", lambda: None)
-    sparse, half = torch.eye(10), torch.eye(10) + torch.eye(10).flip(0)
-    image = Geometry(10, 1, 4, 4, stride=(2, 2))
-    plain = Geometry.linear(10, 3)
-    specs = [spec_of(sparse, plain), spec_of(half, plain), spec_of(sparse.view(10, 10, 1, 1), image)]
-    chosen = tuning.choose(specs, seconds=0, threads=1, known={})
-    assert [type(layer) for layer, _ in chosen] == [CsrLayer, DenseLayer, DenseLayer]
-    assert [row.choice for _, row in chosen] == ["sparse", "dense", "dense"]
 
 
 def test_tuning_takes_the_likeliest_tile_without_time_and_one_of_the_candidates_with_it() -> None:

@@ -18,7 +18,7 @@ from growprune import cli, engine, methods
 from growprune.engine.building import build
 from growprune.engine.loop import Interrupted
 from growprune.engine.recipe import Recipe
-from growprune.files.filling import load_weights
+from growprune.files.importers import load_weights
 
 runner = CliRunner()
 storages = pytest.mark.parametrize("storage", ["masked", "compact"])
@@ -135,7 +135,7 @@ def test_a_folder_without_weights_and_a_damaged_file_are_refused(tmp_path: Path)
     with pytest.raises(gp.GrowpruneError, match=r"has no weights: pass a .safetensors file, or a folder with"):
         engine.train(recipe_from(tmp_path), tmp_path / "run")
     (tmp_path / "bad.safetensors").write_bytes(b"no such thing")
-    with pytest.raises(gp.GrowpruneError, match=r"bad.safetensors is not a safetensors file, or is incomplete"):
+    with pytest.raises(gp.GrowpruneError, match=r"bad.safetensors is neither safetensors nor a torch.save file"):
         engine.train(recipe_from(tmp_path / "bad.safetensors"), tmp_path / "run")
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from growprune.deployment.cpu.library import Tile
+from growprune.deployment.cpu.library import BuildError, Tile, library
 from growprune.deployment.cpu.tuning import seconds_in_turns
 from growprune.deployment.cuda.swapping import deploy_linears
 from growprune.deployment.deployed import Deployed, Swapped
@@ -169,7 +169,7 @@ def load_deployed(
         if is_same and any(isinstance(row.tile, Tile) and row.tile.threads > torch.get_num_threads() for row in table):
             raise ValueError("a layer has more threads than the machine it was measured on")
     except UNREADABLE as error:
-        raise damaged(folder, error) from None
+        raise damaged(folder, first_line(error)) from None
     options: Any = {"seconds": 0 if is_same else seconds, "known": table.rows if is_same else ()}
     try:
         if device.type == "cuda":
@@ -206,6 +206,12 @@ def _deploy_on_cpu(
     elif keeps_state(module_of(model), example) and whole:
         warn(STATEFUL)
         in_torch = "the whole model (it keeps a state)"
+    else:
+        try:
+            library()
+        except BuildError as error:
+            warn(f"{error}: the model stays in torch")
+            in_torch = "the whole model (there are no kernels)"
     if in_torch:
         skeleton.fill_in()
         table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=(in_torch,))
@@ -253,7 +259,7 @@ def _rows_in_torch(skeleton: Skeleton, rows: Sequence[Row]) -> list[Row]:
 
 
 def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: float) -> tuple[float, float]:
-    """How long the deployed model takes, and how long it takes in torch."""
+    """Milliseconds of the deployed model and of the model in torch: of each the 30th percentile, in turns."""
     skeleton.fill_in()
 
     def in_torch() -> None:
@@ -261,19 +267,11 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
         example.call(skeleton.module)
         swapped.put(deployed=True)
 
-    times = milliseconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds, SPINNING)
+    found = seconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds, SPINNING)
     if isinstance(swapped.module, Part):
         skeleton.empty()
-    return times
-
-
-def milliseconds_in_turns(
-    calls: Sequence[Callable[[], object]], seconds: float, pause: float = 0.0
-) -> tuple[float, float]:
-    """Of each of two calls, in turns, the 30th percentile."""
-    found = seconds_in_turns(calls, seconds, pause)
-    first, second = (1e3 * sorted(times)[int(0.3 * (len(times) - 1))] for times in found)
-    return first, second
+    deployed_ms, torch_ms = (1e3 * sorted(times)[int(0.3 * (len(times) - 1))] for times in found)
+    return deployed_ms, torch_ms
 
 
 def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class Deployed(nn.Module):
             "machine": deployed_folder.machine(self.device),
             "is_whole": self._whole,
             "runs": "torch" if self.is_in_torch else "deployed",
-            "example": [deployed_folder.encoded(part) for part in (self._example.args, self._example.kwargs)],
+            "example": deployed_folder.encoded(self._example),
             "origin": dict(origin or {}),
             **self.table.to_dict(),
         }

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,18 @@ from torch import Tensor, nn
 from growprune.deployment.cpu.library import Tile, cpu_model
 from growprune.deployment.cuda.products import Tile as GpuTile
 from growprune.deployment.cuda.tuning import DENSE, FORMATS
-from growprune.deployment.example import Example, first_line
+from growprune.deployment.example import Example
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton
 from growprune.errors import GrowpruneError
+from growprune.files import checkpoint
 from growprune.files import sparse_file as file
+from growprune.files.disk import NUMBER, Names, fault, read_json
 from growprune.masks.inspection import masks_of_zeros
 from growprune.sparse.model import SparseModel
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
-FORMAT = 1
+FORMAT = 2
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of JSON that is not as it was written."""
 MAX_EXAMPLE_BYTES = 256 << 20
@@ -41,6 +42,14 @@ MAX_EXAMPLE_BYTES = 256 << 20
 MAX_TILE = 1 << 20
 """What no number of a tile exceeds: sizes of caches and counts of threads."""
 CHOICES = ("sparse", "dense", "torch")
+AGAIN = "deploy the model again"
+NAMES: Names = {
+    **{"device": str, "machine": dict, "is_whole": bool, "runs": str, "example": dict, "origin": dict},
+    **{"deployed_ms?": NUMBER, "torch_ms?": NUMBER, "in_torch.*": str},
+    **{f"rows.*.{name}": str for name in ("layer", "shape", "choice", "format")},
+    **{"rows.*.sparsity": NUMBER, "rows.*.dense_ms?": NUMBER, "rows.*.sparse_ms?": NUMBER, "rows.*.tile?": dict},
+}
+"""What the JSON must have, beside its format."""
 
 
 # Writing
@@ -72,20 +81,17 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {device.type: digest, "threads": 0 if is_gpu else torch.get_num_threads(), "torch": torch.__version__}
 
 
-def encoded(value: Any) -> Any:
-    """An argument of an example as JSON: of tensors, their shapes and types."""
-    if isinstance(value, Tensor):
-        return {"tensor": {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
-    if isinstance(value, (tuple, list)):
-        return {"tuple" if isinstance(value, tuple) else "list": [encoded(item) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": {key: encoded(item) for key, item in value.items()}}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    raise GrowpruneError(
-        f"the example contains a {type(value).__name__}, which cannot be saved: use tensors, numbers, strings, lists, "
-        f"tuples and dicts"
-    )
+def encoded(example: Example) -> dict[str, Any]:
+    """An example as JSON: of tensors, their shapes and types."""
+    tensors = dict[str, Tensor]()
+    try:
+        nest = checkpoint.encode([example.args, example.kwargs], tensors)
+    except TypeError as error:
+        raise GrowpruneError(
+            f"the example cannot be saved ({error}): use tensors, numbers, strings, lists, tuples and dicts"
+        ) from None
+    about = {key: [list(x.shape), str(x.dtype).removeprefix("torch.")] for key, x in tensors.items()}
+    return {"arguments": nest, "tensors": about}
 
 
 # Reading
@@ -98,89 +104,58 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise GrowpruneError(
             f"{folder} holds no deployed model: give a folder that Deployed.save or `growprune deploy` wrote"
         )
-    try:
-        about = json.loads(path.read_text())
-        known, device = about["format"], about.get("device")
-    except UNREADABLE as error:
-        raise damaged(folder, error) from None
-    if known != FORMAT:
-        raise GrowpruneError(f"{path} has format {known!r}, but this growprune reads {FORMAT}: update growprune")
-    if device not in ("cpu", "cuda"):
-        raise damaged(folder, ValueError(f"its device is {str(device)[:20]!r}"))
-    return dict(about)
+    about = read_json(path, {"format": int}, AGAIN)
+    if about["format"] != FORMAT:
+        raise GrowpruneError(
+            f"{path} has format {about['format']}, but this growprune reads {FORMAT}: {AGAIN}, or update growprune"
+        )
+    if wrong := fault(about, NAMES):
+        raise damaged(folder, wrong)
+    if about["device"] not in ("cpu", "cuda"):
+        raise damaged(folder, f"its device is {about['device'][:20]!r}")
+    return about
 
 
-def damaged(folder: Path, error: BaseException) -> GrowpruneError:
-    return GrowpruneError(f"{folder / ABOUT} is damaged ({first_line(error)}): deploy the model again")
+def damaged(folder: Path, why: str) -> GrowpruneError:
+    return GrowpruneError(f"{folder / ABOUT} is damaged ({why}): {AGAIN}")
 
 
 def read_table(about: Mapping[str, Any]) -> Table:
-    deployed_ms, torch_ms = (_milliseconds(about[name]) for name in ("deployed_ms", "torch_ms"))
-    return Table(tuple(map(_row, about["rows"])), deployed_ms, torch_ms, tuple(map(_text, about["in_torch"])))
+    return Table(tuple(map(_row, about["rows"])), about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
 
 
-def _row(row: Mapping[str, Any]) -> Row:
-    choice, format = row["choice"], row["format"]
-    if choice not in CHOICES or format not in ("", DENSE, *FORMATS):
-        raise ValueError(f"a choice is {str(choice)[:20]!r} in the format {str(format)[:20]!r}")
-    tile: Any = None
-    kind: Any = Tile if format in ("", DENSE) else GpuTile
-    if row["tile"] is not None:
-        low = 1 if kind is Tile else 0
-        numbers = {field.name: row["tile"][field.name] for field in fields(kind)}
-        options: dict[str, Any] = {
-            name: value if name == "is_pinned" and isinstance(value, bool) else _whole(value, low, MAX_TILE)
-            for name, value in numbers.items()
-        }
-        tile = kind(**options)
-    dense_ms, sparse_ms = (_milliseconds(row[name]) for name in ("dense_ms", "sparse_ms"))
-    layer, shape, sparsity = _text(row["layer"]), _text(row["shape"]), _number(row["sparsity"], 1)
-    return Row(layer, shape, sparsity, dense_ms, sparse_ms, choice, tile, format)
+def _row(about: Mapping[str, Any]) -> Row:
+    row = Row(**about)
+    if row.choice not in CHOICES or row.format not in ("", DENSE, *FORMATS):
+        raise ValueError(f"a choice is {row.choice[:20]!r} in the format {row.format[:20]!r}")
+    if about["tile"] is None:
+        return row
+    kind: Any = Tile if row.format in ("", DENSE) else GpuTile
+    tile = kind(**about["tile"])
+    for number in astuple(tile):
+        _check_whole(number, MAX_TILE)
+    return replace(row, tile=tile)
 
 
-def read_example(content: Any) -> Example:
-    args, kwargs = (_decode(part) for part in content)
+def read_example(content: Mapping[str, Any]) -> Example:
+    tensors = {key: _tensor(*about) for key, about in content["tensors"].items()}
+    args, kwargs = checkpoint.decode(content["arguments"], tensors)
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         raise TypeError("the example is not a tuple and a dict")
     return Example(args, kwargs)
 
 
-def _decode(content: Any) -> Any:
-    ((kind, value),) = content.items()
-    if kind == "tensor":
-        dtype, shape = getattr(torch, _text(value["dtype"])), [_whole(size, 0, 1 << 40) for size in value["shape"]]
-        if not isinstance(dtype, torch.dtype) or len(shape) > 64:
-            raise TypeError(f"a tensor is {len(shape)}-dimensional and of {value['dtype']!r}")
-        if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
-            raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
-        return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
-    if kind in ("tuple", "list"):
-        items = [_decode(item) for item in value]
-        return tuple(items) if kind == "tuple" else items
-    if kind == "dict":
-        return {_text(key): _decode(item) for key, item in value.items()}
-    if kind != "value" or not (value is None or isinstance(value, (bool, int, float, str))):
-        raise ValueError(f"an argument is a {str(kind)[:20]}")
-    return value
+def _tensor(shape: list[int], name: str) -> Tensor:
+    dtype = getattr(torch, name)
+    for size in shape:
+        _check_whole(size, 1 << 40)
+    if not isinstance(dtype, torch.dtype) or len(shape) > 64:
+        raise TypeError(f"a tensor is {len(shape)}-dimensional and of {name!r}")
+    if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
+        raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
+    return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
-def _whole(number: object, low: int, high: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-        raise ValueError(f"{str(number)[:20]} is not an integer from {low} to {high}")
-    return number
-
-
-def _number(number: object, high: float) -> float:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= high:
-        raise ValueError(f"{str(number)[:20]} is not a number from 0 to {high}")
-    return float(number)
-
-
-def _milliseconds(number: object) -> float | None:
-    return None if number is None else _number(number, 1e12)
-
-
-def _text(text: object) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"{str(text)[:20]} is not a string")
-    return text
+def _check_whole(number: object, high: int) -> None:
+    if not isinstance(number, int) or not 0 <= number <= high:
+        raise ValueError(f"{str(number)[:20]} is not an integer from 0 to {high}")

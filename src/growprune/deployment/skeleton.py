@@ -163,14 +163,10 @@ def _copied_with(module: nn.Module, replaced: Mapping[str, nn.Parameter]) -> nn.
     return bare
 
 
-def does_more(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class says: it has hooks, or a forward of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
-
-
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a Linear or transformers' Conv1D, in either storage, and does nothing more."""
     kind = getattr(type(module), "_plain_class", type(module))
     is_conv1d = any(base.__name__ == "Conv1D" for base in kind.__mro__) and hasattr(module, "nf")
     is_plain = issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward
-    return (is_conv1d or is_plain) and not does_more(module)
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    return (is_conv1d or is_plain) and not has_hooks and "forward" not in vars(module)

@@ -17,7 +17,7 @@ import growprune
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.files.filling import load_weights
+from growprune.files.importers import load_weights
 from growprune.files.weights_file import digest_of, weights_file
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
 from growprune.sparse.init import dense_init, sparse_init

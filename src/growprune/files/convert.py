@@ -256,7 +256,9 @@ def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:
     try:
         save_pretrained(sparse, new, model_card=False)
         if source.is_dir():
-            _copy_others(source, new)
+            for path in sorted(source.iterdir()):  # the config, the tokenizer and others beside the weights
+                if path.is_file() and not path.name.endswith(WEIGHTS) and not (new / path.name).exists():
+                    shutil.copyfile(path, new / path.name)
         write_model_card(sparse, new, file.manifest(weights_file(new)), name=dest.name)
         if dest.exists():
             dest.replace(old)
@@ -266,10 +268,3 @@ def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:
             old.replace(dest)
         for left in (new, old):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _copy_others(source: Path, folder: Path) -> None:
-    """Copy the config, the tokenizer and other files beside the weights, except those that the model wrote itself."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(WEIGHTS) and not (folder / path.name).exists():
-            shutil.copyfile(path, folder / path.name)

@@ -81,7 +81,7 @@ def quiet(logger: str = "") -> Iterator[None]:
     """Silence a logger, and the warnings of exporters about themselves and Python code in the model."""
     logged = logging.getLogger(logger or __name__)
     level = logged.level
-    logged.setLevel(logging.ERROR)
+    logged.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

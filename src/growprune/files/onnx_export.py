@@ -80,31 +80,30 @@ def _exported(module: nn.Module, example: Any, dynamic: bool, options: dict[str,
     had_cache = getattr(config, "use_cache", None)
     if config is not None and had_cache is not None:
         config.use_cache = False  # past keys and values are no tensors
+    attempts = [(example, options)]
+    if dynamic and "dynamic_shapes" not in options:
+        shapes = pytree.tree_map(_dynamic_sizes, example if isinstance(example, dict) else _as_tuple(example))
+        enlarged = pytree.tree_map(_of_dynamic_sizes, example)
+        attempts.insert(0, (enlarged, {**options, "dynamic_shapes": shapes}))
+    failed: Exception | None = None
     try:
-        if dynamic and "dynamic_shapes" not in options:
-            enlarged = pytree.tree_map(_of_dynamic_sizes, example)
-            shapes = pytree.tree_map(_dynamic_sizes, example if isinstance(example, dict) else _as_tuple(example))
+        for given, chosen in attempts:
             try:
-                return _export(module, enlarged, {**options, "dynamic_shapes": shapes})
-            except Exception as error:  # whatever exporters raise for it
-                dynamic_error = error
-            program = _export_or_raise(module, example, options)
-            warn(f"the graph takes inputs of the example's shapes only ({_in_a_line(dynamic_error)})")
+                program = _export(module, given, chosen)
+            except Exception as error:  # whatever exporters raise, in pages
+                failed = error
+                continue
+            if failed is not None:
+                warn(f"the graph takes inputs of the example's shapes only ({_in_a_line(failed)})")
             return program
-        return _export_or_raise(module, example, options)
     finally:
         if config is not None and had_cache is not None:
             config.use_cache = had_cache
-
-
-def _export_or_raise(module: nn.Module, example: Any, options: dict[str, Any]) -> Any:
-    try:
-        return _export(module, example, options)
-    except Exception as error:  # torch.onnx.export reports in pages
-        raise GrowpruneError(
-            f"torch.onnx.export failed on {type(module).__name__} ({_in_a_line(error)}): give an example that the "
-            f"model takes, or another --to"
-        ) from error
+    assert failed is not None
+    raise GrowpruneError(
+        f"torch.onnx.export failed on {type(module).__name__} ({_in_a_line(failed)}): give an example that the model "
+        f"takes, or another --to"
+    ) from failed
 
 
 def _export(module: nn.Module, example: Any, options: dict[str, Any]) -> Any:
@@ -248,9 +247,8 @@ def _check_sparse(model: Any, expected: dict[str, tuple[tuple[int, ...], int]], 
                 needed.update(node.input)
         output = helper.make_value_info(name, helper.make_tensor_type_proto(1, shape))
         part = helper.make_graph(nodes, "weight", [], [output], [stored[one] for one in needed & stored.keys()])
-        evaluator = ReferenceEvaluator(helper.make_model(part, opset_imports=model.opset_import))
-        results: Any = evaluator.run(None, {})
-        weight = results[0]
+        evaluator: Any = ReferenceEvaluator(helper.make_model(part, opset_imports=model.opset_import))
+        (weight,) = evaluator.run(None, {})
         if weight.shape != shape or int(np.count_nonzero(weight)) != alive:
             raise GrowpruneError(
                 f"{name} has {int(np.count_nonzero(weight))} non-zero weights in {path}, not {alive}: the file was "

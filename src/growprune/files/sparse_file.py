@@ -182,12 +182,7 @@ def _give_memory(model: nn.Module, *, but: Collection[str] = ()) -> None:
                 if old is None or not old.is_meta or (f"{path}.{local}" if path else local) in but:
                     continue
                 if id(old) not in made:
-                    if old.is_contiguous():
-                        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-                    else:
-                        new = torch.empty_like(
-                            old, device="cpu"
-                        )  # imports sympy for a meta tensor, which takes a second
+                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
                     is_parameter = isinstance(old, nn.Parameter)
                     # keeping `old` keeps its id unique
                     made[id(old)] = old, nn.Parameter(new, old.requires_grad) if is_parameter else new

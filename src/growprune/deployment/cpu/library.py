@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,13 @@ from torch import Tensor
 
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.matrix import SparseMatrix
-from growprune.errors import GrowpruneError, warn
+from growprune.errors import GrowpruneError
 from growprune.files.disk import replacing
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = (
-    *(
-        "-std=c++17",
-        "-O3",
-        "-march=native",
-        "-fopenmp",
-        "-pthread",
-        "-shared",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-Wno-psabi",
-    ),
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-pthread"),
+    *("-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
     *("-ffp-contract=fast", "-fno-math-errno"),  # multiply-adds, but NaN and infinity as ever
 )
 COMPILERS = ("c++", "g++", "clang++")
@@ -71,10 +62,6 @@ class _Geometry(ctypes.Structure):
     )
 
 
-class _Tile(ctypes.Structure):
-    _fields_ = tuple((name, c_int32) for name in ("lanes", "vectors", "k_block", "row_chunks", "threads"))
-
-
 class BoundLayer(ctypes.Structure):
     """A layer of the library, and x, out and residual: where each begins, and the distance between its rows."""
 
@@ -99,17 +86,19 @@ class Tile:
     threads: int
 
 
+class TileStruct(ctypes.Structure):
+    _fields_ = tuple((field.name, c_int32) for field in fields(Tile))
+
+
 class Library:
     """The functions of the library, with their types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         strided = (c_void_p, c_int64)
-        pool = (POINTER(_Geometry), *strided, *strided)
+        images = (POINTER(_Geometry), *strided, *strided)
         self.lanes = int(library.gp_lanes())
-        self.has_threads = bool(library.gp_has_openmp())
-        self.most_vectors = _typed(library.gp_most_vectors, c_int, c_int, c_int)
         self.prepare = _typed(
-            library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(_Tile), c_void_p, c_int
+            library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(TileStruct), c_void_p, c_int
         )
         self.run = _typed(library.gp_run, None, POINTER(BoundLayer), c_int)
         self.free = _typed(library.gp_free, None, c_void_p)
@@ -118,9 +107,8 @@ class Library:
         )
         self.begin_alone = _typed(library.gp_begin_alone, c_int)
         self.end_alone = _typed(library.gp_end_alone, None, c_int)
-        self.repeat = _typed(library.gp_repeat, None, *pool, c_int)
-        self.max_pool = _typed(library.gp_max_pool, None, *pool, c_int)
-        self.mean_pool = _typed(library.gp_mean_pool, None, *pool, c_int, c_int)
+        self.repeat = _typed(library.gp_repeat, None, *images, c_int)
+        self.pool = _typed(library.gp_pool, None, *images, c_int, c_int, c_int)
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
@@ -140,10 +128,6 @@ def geometry_struct(geometry: Geometry) -> _Geometry:
     return _Geometry(g.channels, g.batch, g.height, g.width, *g.kernel, *g.stride, *g.padding, *g.dilation, *g.out_size)
 
 
-def tile_struct(tile: Tile) -> _Tile:
-    return _Tile(*astuple(tile))
-
-
 def strided(tensor: Tensor | None) -> tuple[int | None, int]:
     """A tensor as the library takes it: where it begins, and the distance between its rows."""
     return (None, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
@@ -152,8 +136,8 @@ def strided(tensor: Tensor | None) -> tuple[int | None, int]:
 # Loading and building
 
 
-class BuildError(Exception):
-    """There is no library, and why. The message is a whole sentence without its end."""
+class BuildError(GrowpruneError):
+    """Raised when the kernels cannot be built; the message says why, without what to do."""
 
 
 @dataclass(frozen=True)
@@ -163,23 +147,9 @@ class Compiler:
 
 
 @functools.cache
-def library() -> Library | None:
-    """The library, built if need be; None where that fails, with a warning the first time."""
-    try:
-        found = Library(open_or_build())
-    except BuildError as error:
-        warn(f"{error}: products run on torch's CSR from 90 % sparsity on, and all else runs dense")
-        return None
-    if not found.has_threads:
-        warn(f"the sparse kernels run on one thread, since {find_compiler().command[0]} has no OpenMP")
-    return found
-
-
-def require_library() -> Library:
-    found = library()
-    if found is None:
-        raise GrowpruneError("the sparse kernels are not there, as a warning has said: use CsrLayer or DenseLayer")
-    return found
+def library() -> Library:
+    """The library, built if need be. Raises BuildError."""
+    return Library(open_or_build())
 
 
 def open_or_build() -> ctypes.CDLL:
@@ -235,16 +205,14 @@ def cpu_model() -> str:
 
 
 def compile_to(path: Path, compiler: Compiler) -> Path:
-    """Build the library; the file is there whole or not at all. A compiler without OpenMP builds it for one thread."""
+    """Build the library; the file is there whole or not at all."""
     with replacing(path) as file:
-        rest = [str(SOURCES / "api.cpp"), "-o", file.name]
-        command = shlex.join([*compiler.command, *FLAGS, *rest])
-        failure, output = _run([*compiler.command, *FLAGS, *rest])
+        command = [*compiler.command, *FLAGS, str(SOURCES / "api.cpp"), "-o", file.name]
+        failure, output = _run(command)
         if failure:
-            log = path.with_suffix(".log")
-            log.write_bytes(command.encode() + b"\n" + output)
-            if _run([*compiler.command, *(flag for flag in FLAGS if flag != "-fopenmp"), *rest])[0]:
-                raise BuildError(f"the sparse kernels could not be built: {command} {failure}, its log is {log}")
+            shown, log = shlex.join(command), path.with_suffix(".log")
+            log.write_bytes(shown.encode() + b"\n" + output)
+            raise BuildError(f"the sparse kernels could not be built: {shown} {failure}, its log is {log}")
     return path
 
 

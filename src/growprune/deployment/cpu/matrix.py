@@ -192,30 +192,3 @@ def pattern_of(mask: Tensor) -> Pattern:
         if int(alive.sum()) * 8 <= 1.02 * int(cut.sum()):
             return blocks
     return Unstructured()
-
-
-# Grouped convolutions
-
-
-def block_diagonal(matrix: SparseMatrix, groups: int, taps: int) -> SparseMatrix:
-    """The matrix that takes all channels, of one in which each row takes those of its group.
-
-    >>> grouped = from_dense(torch.tensor([[1.0], [2.0]]))
-    >>> block_diagonal(grouped, groups=2, taps=1).dense().tolist()
-    [[1.0, 0.0], [0.0, 2.0]]
-    """
-    if matrix.height * matrix.width > 1:  # blocks may span groups
-        matrix = from_dense(matrix.dense())
-    inputs, per_row = matrix.columns // taps, matrix.starts.diff()
-    group = torch.arange(matrix.rows).repeat_interleave(per_row) // (matrix.rows // groups)
-    tap, channel = matrix.places // inputs, matrix.places % inputs
-    places = (tap * groups + group) * inputs + channel
-    tensors = (matrix.starts, places.to(torch.int32), matrix.values)
-    return SparseMatrix(matrix.rows, matrix.columns * groups, 1, 1, *tensors, matrix.num_alive)
-
-
-def own_channels(dense: Tensor, groups: int, taps: int) -> Tensor:
-    """(rows, taps, inputs of a group), of a block-diagonal matrix."""
-    rows, inputs = dense.shape[0], dense.shape[1] // (taps * groups)
-    by_group = dense.view(groups, rows // groups, taps, groups, inputs)
-    return torch.stack([by_group[i, :, :, i] for i in range(groups)]).reshape(rows, taps, inputs)

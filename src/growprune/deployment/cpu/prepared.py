@@ -1,8 +1,7 @@
 """Layers and pools that are ready to run, for one matrix and one number of columns.
 
-Layers are siblings with one interface: `NativeLayer` runs on our kernels, `CsrLayer` and `DenseLayer` on torch, where
-there is no compiler, or to be measured against. Activations are feature-major, `[channels][columns]`; rows may be
-further apart than they are long.
+Layers are siblings with one interface: `NativeLayer` and `DepthwiseLayer` run on our kernels, `DenseLayer` on torch.
+Activations are feature-major, `[channels][columns]`; rows may be further apart than they are long.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,14 +23,13 @@ from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import (
     BoundLayer,
     Tile,
+    TileStruct,
     geometry_struct,
     library,
     matrix_struct,
-    require_library,
     strided,
-    tile_struct,
 )
-from growprune.deployment.cpu.matrix import SparseMatrix, own_channels
+from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError
 
 
@@ -56,18 +53,8 @@ class LayerSpec:
     bias: Tensor | None = None
     is_sparse: bool = True
     activation: Activation = Activation.NONE
-    groups: int = 1
-    """Of a convolution. Its matrix is block-diagonal then, with all channels as its inputs."""
-
-    @property
-    def is_depthwise(self) -> bool:
-        """Whether each channel is filtered by itself, to one output."""
-        return self.groups > 1 and self.groups == self.geometry.channels == self.weight.rows
-
-    @property
-    def sparsity(self) -> float:
-        """Of its own weights: what other groups have is not among them."""
-        return 1 - self.weight.num_alive * self.groups / max(1, self.weight.rows * self.weight.columns)
+    is_depthwise: bool = False
+    """Whether each channel is filtered by itself, to one output. A row of its matrix has the taps of one channel."""
 
 
 class Layer:
@@ -105,7 +92,7 @@ class LibraryLayer(Layer):
         if not plan:
             raise GrowpruneError(problem)
         self._plan = plan
-        weakref.finalize(self, require_library().free, plan)
+        weakref.finalize(self, library().free, plan)
 
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
         bound = BoundLayer(self._plan, *strided(x), *strided(out), *strided(residual))
@@ -117,7 +104,7 @@ class LayerCalls:
 
     def __init__(self, layers: list[BoundLayer], kept: tuple[object, ...]) -> None:
         self._layers, self._kept = layers, kept  # what is kept is what the layers point to
-        self._array, self._run = (BoundLayer * len(layers))(*layers), require_library().run
+        self._array, self._run = (BoundLayer * len(layers))(*layers), library().run
 
     def __call__(self) -> None:
         self._run(self._array, len(self._array))
@@ -142,9 +129,9 @@ class NativeLayer(LibraryLayer):
     def __init__(self, spec: LayerSpec, tile: Tile) -> None:
         super().__init__(spec)
         self.tile, matrix = tile, spec.weight
-        structs = (matrix_struct(matrix), geometry_struct(spec.geometry), tile_struct(tile))
+        structs = (matrix_struct(matrix), geometry_struct(spec.geometry), TileStruct(*dataclasses.astuple(tile)))
         self._hold(
-            require_library().prepare(*structs, strided(self._bias)[0], int(spec.activation)),
+            library().prepare(*structs, strided(self._bias)[0], int(spec.activation)),
             f"{tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
             f"{matrix.width} with {spec.geometry}, or there is no memory: give one of tuning.candidates",
         )
@@ -155,11 +142,9 @@ class DepthwiseLayer(LibraryLayer):
 
     def __init__(self, spec: LayerSpec, threads: int) -> None:
         super().__init__(spec)
-        library, g = require_library(), spec.geometry
-        threads = threads if library.has_threads else 1
-        taps = own_channels(spec.weight.dense(), spec.groups, g.kernel[0] * g.kernel[1]).contiguous()
+        g, taps = spec.geometry, spec.weight.dense().contiguous()
         given = (geometry_struct(g), taps.data_ptr(), strided(self._bias)[0], int(spec.activation), threads)
-        self._hold(library.prepare_depthwise(*given), f"there is no memory for a depthwise convolution with {g}")
+        self._hold(library().prepare_depthwise(*given), f"there is no memory for a depthwise convolution with {g}")
 
 
 class DenseLayer(Layer):
@@ -167,16 +152,20 @@ class DenseLayer(Layer):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
-        self._weight, g, self._groups = spec.weight.dense(), spec.geometry, spec.groups
-        if not g.is_plain or spec.groups > 1:
-            own = own_channels(self._weight, spec.groups, g.kernel[0] * g.kernel[1])
-            self._weight = own.view(self.rows, *g.kernel, -1).permute(0, 3, 1, 2).contiguous()
+        self._weight, g = spec.weight.dense(), spec.geometry
+        if not g.is_plain:
+            self._weight = self._weight.view(self.rows, *g.kernel, -1).permute(0, 3, 1, 2).contiguous()
 
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
         return partial(self._run, x, out, residual)
 
     def _run(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        found = self._multiply(x)
+        g = self.geometry
+        if g.is_plain:
+            found = self._weight @ x
+        else:
+            images = x.reshape(g.channels, g.batch, g.height, g.width).transpose(0, 1)
+            found = F.conv2d(images, self._weight, None, g.stride, g.padding, g.dilation).transpose(0, 1).flatten(1)
         if self._bias is not None:
             found += self._bias.view(-1, 1)
         if residual is not None:
@@ -189,98 +178,40 @@ class DenseLayer(Layer):
             found = F.gelu(found)
         out.copy_(found)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        g = self.geometry
-        if self._weight.dim() == 2:
-            return self._weight @ x
-        images = F.conv2d(_images(g, x), self._weight, None, g.stride, g.padding, g.dilation, self._groups)
-        return _columns(images)
+
+def bind_pool(
+    geometry: Geometry,
+    x: Tensor,
+    out: Tensor,
+    *,
+    is_mean: bool = False,
+    counts_padding: bool = True,
+    threads: int | None = None,
+) -> Callable[[], object]:
+    """A call that takes the largest of each window, or the mean: over all of an image, if the kernel is as large."""
+    g = geometry
+    check_matrix("x", x, g.channels, g.in_columns)
+    check_matrix("out", out, g.channels, g.columns)
+    given = (geometry_struct(g), *strided(x), *strided(out), is_mean, counts_padding)
+    return partial(library().pool, *given, threads or torch.get_num_threads())
 
 
-class CsrLayer(DenseLayer):
-    """On torch's CSR. Only for plain geometries: anything else would have to unfold its whole input."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        super().__init__(spec)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")  # it is in beta, and trusts its indices
-            self._weight = self._weight.to_sparse_csr()
-
-
-class Pool:
-    """The largest of each window, or the mean: over all of an image, if the kernel is as large."""
-
-    def __init__(
-        self, geometry: Geometry, *, is_mean: bool = False, counts_padding: bool = True, threads: int | None = None
-    ) -> None:
-        if is_mean and geometry.dilation != (1, 1):
-            raise GrowpruneError(f"a mean pool has no dilation, but {geometry} was given")
-        self.geometry, self._is_mean, self._counts_padding = geometry, is_mean, counts_padding
-        self._threads = threads or torch.get_num_threads()
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        self.bind(x, out)()
-        return out
-
-    def bind(self, x: Tensor, out: Tensor) -> Callable[[], object]:
-        """A call with these very tensors, checked now, so that it is quick to start later."""
-        g, found = self.geometry, library()
-        check_matrix("x", x, g.channels, g.in_columns)
-        check_matrix("out", out, g.channels, g.columns)
-        given = (geometry_struct(g), *strided(x), *strided(out))
-        if found and self._is_mean:
-            return partial(found.mean_pool, *given, self._counts_padding, self._threads)
-        if found:
-            return partial(found.max_pool, *given, self._threads)
-        return partial(self._in_torch, x, out)
-
-    def _in_torch(self, x: Tensor, out: Tensor) -> None:
-        g, images = self.geometry, _images(self.geometry, x)
-        if self._is_mean:
-            found = F.avg_pool2d(images, g.kernel, g.stride, g.padding, g.ceil_mode, self._counts_padding)
-        else:
-            found = F.max_pool2d(images, g.kernel, g.stride, g.padding, g.dilation, g.ceil_mode)
-        out.copy_(_columns(found))
-
-
-class Repeat:
-    """Each number of images in a block of height x width, as nearest neighbours are; (1, 1) copies."""
-
-    def __init__(self, geometry: Geometry, times: tuple[int, int]) -> None:
-        self.geometry, self._times, self._threads = geometry, times, torch.get_num_threads()
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        g, found = self.geometry, library()
-        check_matrix("x", x, g.channels, g.in_columns)
-        check_matrix("out", out, g.channels, g.in_columns * self._times[0] * self._times[1])
-        if found:
-            sizes = dataclasses.replace(g, stride=self._times)
-            found.repeat(geometry_struct(sizes), *strided(x), *strided(out), self._threads)
-        else:
-            wide = _images(g, x).repeat_interleave(self._times[0], 2).repeat_interleave(self._times[1], 3)
-            out.copy_(_columns(wide))
-        return out
-
-
-def _images(geometry: Geometry, x: Tensor) -> Tensor:
-    return x.reshape(geometry.channels, geometry.batch, geometry.height, geometry.width).transpose(0, 1)
-
-
-def _columns(images: Tensor) -> Tensor:
-    return images.transpose(0, 1).flatten(1)
+def bind_repeat(geometry: Geometry, times: tuple[int, int], x: Tensor, out: Tensor) -> Callable[[], object]:
+    """A call that repeats each number of images in a block, as nearest neighbours are; (1, 1) copies."""
+    g = geometry
+    check_matrix("x", x, g.channels, g.in_columns)
+    check_matrix("out", out, g.channels, g.in_columns * times[0] * times[1])
+    sizes = geometry_struct(dataclasses.replace(g, stride=times))
+    return partial(library().repeat, sizes, *strided(x), *strided(out), torch.get_num_threads())
 
 
 def check_matrix(name: str, tensor: Tensor, rows: int, columns: int) -> None:
     """Refuse what the kernels, which trust their pointers, would read or write wrongly."""
     is_float = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    if not is_float or tensor.shape != (rows, columns) or not _has_rows(tensor):
+    has_shape = tensor.shape == (rows, columns)
+    has_rows = has_shape and (columns == 1 or tensor.stride(1) == 1) and (rows == 1 or tensor.stride(0) >= columns)
+    if not is_float or not has_rows:
         raise GrowpruneError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}, but "
             f"must be float32 {(rows, columns)} on the CPU, with columns next to one another"
         )
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    """Whether it is rows that lie one behind the other, with or without gaps."""
-    rows, columns = tensor.shape
-    return (columns == 1 or tensor.stride(1) == 1) and (rows == 1 or tensor.stride(0) >= columns)

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.library import Tile, library, require_library
+from growprune.deployment.cpu.library import Tile, library
 from growprune.deployment.cpu.matrix import SparseMatrix
-from growprune.deployment.cpu.prepared import CsrLayer, DenseLayer, DepthwiseLayer, Layer, LayerSpec, NativeLayer
+from growprune.deployment.cpu.prepared import DenseLayer, DepthwiseLayer, Layer, LayerSpec, NativeLayer
 from growprune.deployment.layer_table import Row
 
-CSR_FROM = 0.9
-"""The sparsity from which on torch's CSR is faster than dense."""
 WORTH_OUR_THREADS = 0.1
 """How much of the time of all layers our kernels may lose: one layer in torch binds all others to torch's threads."""
 SHAPES = ((4, 256), (3, 256), (4, 128), (2, 512), (6, 128), (8, 64), (8, 128), (2, 256))
@@ -46,26 +44,23 @@ def choose(
         all_else_is_ours: whether torch computes nothing else, so that a few slower layers are worth to do without it.
     """
     end = time.perf_counter() + seconds
-    keys, has_library = [_key(spec) for spec in specs], library() is not None
+    keys = [_key(spec) for spec in specs]
     tiles: dict[object, Tile] = {}
     share = seconds / 2 / max(1, len({key for spec, key in zip(specs, keys, strict=True) if not spec.is_depthwise}))
-    ours: list[Layer | None] = []
+    ours: list[Layer] = []
     for spec, key in zip(specs, keys, strict=True):
-        row = known.get(spec.name)
-        if has_library and spec.is_depthwise:
+        if spec.is_depthwise:
             ours.append(DepthwiseLayer(spec, threads))
-        elif has_library:
-            if key not in tiles:
-                possible = candidates(spec.weight, spec.geometry, threads)  # not each tile of other shapes
-                same = [tile for tile in possible if row is not None and tile == row.tile]
-                tiles[key] = same[0] if same else fastest_tile(spec, threads, 0 if row else share)
-            ours.append(NativeLayer(spec, tiles[key]))
-        else:
-            is_csr = spec.is_sparse and spec.geometry.is_plain and spec.sparsity >= CSR_FROM
-            ours.append(CsrLayer(spec) if is_csr else None)
+            continue
+        if key not in tiles:
+            row = known.get(spec.name)
+            possible = candidates(spec.weight, spec.geometry, threads)  # not each tile of other shapes
+            same = [tile for tile in possible if row is not None and tile == row.tile]
+            tiles[key] = same[0] if same else fastest_tile(spec, threads, 0 if row else share)
+        ours.append(NativeLayer(spec, tiles[key]))
     times: dict[object, tuple[float, float]] = {}
     for i, (spec, key, layer) in enumerate(zip(specs, keys, ours, strict=True)):
-        if seconds > 0 and spec.name not in known and layer is not None and not isinstance(layer, DepthwiseLayer):
+        if seconds > 0 and spec.name not in known and not spec.is_depthwise:
             found = torch_and_our_seconds(spec, layer, max(0.0, end - time.perf_counter()) / (len(specs) - i))
             before = times.get(key, found)
             times[key] = min(before[0], found[0]), min(before[1], found[1])
@@ -80,25 +75,23 @@ def choose(
             is_ours = True
         else:
             is_ours = row.choice == "sparse" if spec.is_sparse else row.tile is not None
-        kept = layer if layer is not None and is_ours else None
         height, width = spec.geometry.kernel
         kernel = "" if height == width == 1 else f" ({height}x{width})"
-        shape = f"{spec.weight.rows}x{spec.weight.columns // spec.groups}{kernel} x {spec.geometry.columns}"
+        shape = f"{spec.weight.rows}x{spec.weight.columns}{kernel} x {spec.geometry.columns}"
         dense_ms, sparse_ms = (None, None) if taken is None else (1e3 * taken[0], 1e3 * taken[1])
         if not spec.is_sparse and taken is not None:
             dense_ms, sparse_ms = 1e3 * min(taken), None
-        tile = layer.tile if isinstance(layer, NativeLayer) and (spec.is_sparse or kept) else None
-        choice = "sparse" if kept and spec.is_sparse else "dense"
-        chosen.append(
-            (kept or DenseLayer(spec), Row(spec.name, shape, spec.sparsity, dense_ms, sparse_ms, choice, tile))
-        )
+        tile = layer.tile if isinstance(layer, NativeLayer) and (spec.is_sparse or is_ours) else None
+        choice = "sparse" if is_ours and spec.is_sparse else "dense"
+        row = Row(spec.name, shape, spec.weight.sparsity, dense_ms, sparse_ms, choice, tile)
+        chosen.append((layer if is_ours else DenseLayer(spec), row))
     return chosen
 
 
 def _key(spec: LayerSpec) -> object:
     """Layers of one kind are cut up alike."""
     weight = spec.weight
-    about = (weight.rows, weight.height, weight.width, round(weight.sparsity, 1), spec.groups)
+    about = (weight.rows, weight.height, weight.width, round(weight.sparsity, 1))
     return spec.geometry, *about, spec.activation, spec.is_sparse
 
 
@@ -157,11 +150,10 @@ def seconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float, paus
 
 def candidates(matrix: SparseMatrix, geometry: Geometry, threads: int) -> list[Tile]:
     """Tiles worth a try, the likeliest first. They are the same for any number of threads, but for how rows are cut."""
-    found = require_library()
-    threads = threads if found.has_threads else 1
-    lanes = min((n for n in (1, 4, 8) if geometry.columns <= n < found.lanes), default=found.lanes)
+    longest = library().lanes
+    lanes = min((n for n in (1, 4, 8) if geometry.columns <= n < longest), default=longest)
     shapes: tuple[tuple[int, int], ...] = SHAPES_OF_EIGHT if matrix.height == 8 else SHAPES
-    if lanes < found.lanes:
+    if lanes < longest:
         shapes = ((1, LARGEST_OFFSET),)
     tiles = (
         Tile(lanes, vectors, k_block, row_chunks, threads)

@@ -90,15 +90,13 @@ def lane_matrix(entries: SparseMatrix, *, lanes: int = 16, has_offsets: bool = T
 
     Args:
         entries: in blocks of 1 x 1, on the device to compute on; see `SparseMatrix.to`.
-        lanes: how many lanes share a row: 8, 16 or 32. With offsets, fewer the sparser it is.
+        lanes: how many lanes share a row: a power of two up to 32.
         has_offsets: 8-bit offsets rather than 16-bit columns.
     """
     if entries.columns > MOST_COLUMNS:
         raise GrowpruneError(
             f"the matrix has {entries.columns} columns, but 16-bit columns allow {MOST_COLUMNS}: leave the layer dense"
         )
-    if lanes not in (1, 2, 4, 8, 16, 32):
-        raise GrowpruneError(f"lanes must be a power of two up to 32, got {lanes}")
     order = entries.starts.diff().argsort(descending=True, stable=True)
     bounds, widths, num_slabs = _cut(entries, order, lanes, has_offsets=has_offsets)
     unit, run, entry = _place(bounds, widths)

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.deployment.cuda.formats import LaneMatrix
 from growprune.deployment.cuda.products import MOST_SAMPLES, Tile, product
 
-FEW_ROUNDS = 4
-"""Batches of up to this many times 16 are computed 16 at a time; larger ones with a dense copy, made for the call."""
-
 
 class SparseLinear(nn.Module):
-    """A linear layer on our kernels for up to 16 samples, and for a few times as many in rounds.
+    """A linear layer on our kernels for up to 16 samples; for more, with a dense copy that is made for the call.
 
     Args:
-        kind: the name of the matrix's format.
         tile: how programs divide the work for up to `samples` samples; others use the default.
     """
 
@@ -34,12 +29,11 @@ class SparseLinear(nn.Module):
         matrix: LaneMatrix,
         *,
         bias: Tensor | None = None,
-        kind: str = "sparse",
         tile: Tile | None = None,
         samples: int = MOST_SAMPLES,
     ) -> None:
         super().__init__()
-        self.kind, self.tile, self.samples = kind, tile, samples
+        self.tile, self.samples = tile, samples
         self.out_features, self.in_features = matrix.rows, matrix.columns
         for name, part in vars(matrix).items():
             if isinstance(part, Tensor):
@@ -62,11 +56,9 @@ class SparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        if len(flat) > FEW_ROUNDS * MOST_SAMPLES:
+        if len(flat) > MOST_SAMPLES:
             out = F.linear(flat, self.weight)
         else:
-            parts = torch.split(flat, MOST_SAMPLES)
-            found = [product(self.matrix, part, self.tile if len(part) <= self.samples else None) for part in parts]
-            out = found[0] if len(found) == 1 else torch.cat(found)
+            out = product(self.matrix, flat, self.tile if len(flat) <= self.samples else None)
         out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], out.shape[-1])

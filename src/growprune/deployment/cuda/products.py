@@ -59,7 +59,8 @@ def product(matrix: LaneMatrix, x: Tensor, tile: Tile | None = None) -> Tensor:
         )
     if x.device != device:
         raise GrowpruneError(f"x is on {x.device}, but the matrix is on {device}: move one of them")
-    if (not x.is_cuda and not is_interpreted()) or not x.numel() or not matrix.rows:
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels on the CPU: slow, but there
+    if (not x.is_cuda and not is_interpreted) or not x.numel() or not matrix.rows:
         return F.linear(x.float(), matrix.dense().float()).to(x.dtype)
     try:
         from growprune.deployment.cuda import product_kernels as kernels
@@ -112,8 +113,3 @@ def kernel_failures() -> tuple[type[Exception], ...]:
     except ImportError:  # then none is started
         return (RuntimeError, NotImplementedError)
     return (RuntimeError, NotImplementedError, TritonError)
-
-
-def is_interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, in numpy: slow, but without a GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -75,7 +75,7 @@ def deploy_linears(
         swapped.rows.append(row)
         if row.format in FORMATS:
             few, laid_out = min(samples, MOST_SAMPLES), FORMATS[row.format](entries)
-            part = SparseLinear(laid_out, bias=bias, kind=row.format, tile=row.tile, samples=few)  # type: ignore[arg-type]
+            part = SparseLinear(laid_out, bias=bias, tile=row.tile, samples=few)  # type: ignore[arg-type]
             owner._modules[local] = part
             swapped.replaced.append(Replaced(owner, local, part, plain))
             plain.weight.data = nothing_like(plain.weight.detach(), plain.weight.shape)

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,6 @@ TILES = (
     Tile(4, 128, 1),
 )
 """Tiles worth a try, the likeliest first."""
-FEW_ALIVE = 0.07
-"""The density below which runs of 16 would often reach further than an offset does; so they are runs of 8."""
 NUM_CALLS = 20
 """Calls that are timed together, at least: a graph of few takes as long to start as to run."""
 MOST_COPIES = 64
@@ -36,8 +35,8 @@ LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """Of a product against the dense one, relative to its norm: several times what rounding gives."""
 
 FORMATS: Mapping[str, Callable[[SparseMatrix], LaneMatrix]] = {
-    "offsets": lambda entries: lane_matrix(entries, lanes=8 if 1 - entries.sparsity < FEW_ALIVE else 16),
-    "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
+    "offsets": lane_matrix,
+    "columns": partial(lane_matrix, has_offsets=False),
 }
 DENSE = "dense"
 
@@ -75,7 +74,7 @@ def choose(
         try:
             matrix = make(entries)
             tile, us = fastest(matrix, TILES, few, seconds / (1 + len(FORMATS)))
-            layer = SparseLinear(matrix, bias=bias, kind=kind, tile=tile, samples=few)
+            layer = SparseLinear(matrix, bias=bias, tile=tile, samples=few)
             if batch > MOST_SAMPLES or bias is not None:
                 us = time_of(copies(layer), x)
             with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, block_diagonal, from_dense, matrix_of_zeros
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, matrix_of_zeros
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
 from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
@@ -131,6 +131,7 @@ def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
 def _conv2d(node: fx.Node, weights: _Weights) -> Made:
     x, weight, bias, stride, padding, dilation, groups = arguments(node, None, None, None, 1, 0, 1, 1)
     is_known = (bias is None or is_constant(bias)) and not is_constant(x) and x.meta["val"].dim() == 4
+    is_known &= groups == 1 or groups == x.meta["val"].shape[1] == weight.meta["val"].shape[0]
     padding = _padding(padding, weight.meta["val"].shape[2:], dilation) if is_known else None
     if padding is None or not x.meta["val"].numel():
         return None
@@ -143,13 +144,12 @@ def _conv2d(node: fx.Node, weights: _Weights) -> Made:
     pairs = (kernel, pair(stride), padding, pair(dilation))
     geometry = Geometry(channels, batch, height, width, *pairs)
     name, matrix = found[0].removesuffix(".weight"), found[1]
-    if groups == 1:
+    is_depthwise = groups > 1  # whose kernel is dense
+    if not is_depthwise:
         matrix, geometry = _without_taps_in_padding(matrix, geometry)
-    else:
-        matrix = block_diagonal(matrix, groups, kernel[0] * kernel[1])
-    fused = Fused(name, matrix, geometry, constant(bias), sparse is not None, groups=groups, is_image=True)
-    fused.is_sparse &= not fused.is_depthwise  # whose kernel is dense
-    return x, fused
+    is_sparse = sparse is not None and not is_depthwise
+    ends: Any = {"is_depthwise": is_depthwise, "is_image": True}
+    return x, Fused(name, matrix, geometry, constant(bias), is_sparse, **ends)
 
 
 def _without_taps_in_padding(matrix: SparseMatrix, geometry: Geometry) -> tuple[SparseMatrix, Geometry]:

@@ -9,18 +9,18 @@ from typing import Any
 from torch import fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.prepared import Pool, Repeat
+from growprune.deployment.cpu.prepared import bind_pool, bind_repeat
 from growprune.deployment.graph.lower import Lowering
 from growprune.deployment.graph.places import Stored, as_matrix, as_rows, feature_major
 from growprune.deployment.graph.program import CallStep, CopyStep
 from growprune.deployment.graph.trace import are_float, arguments, aten, pair
 
-MEAN_POOL = partial(Pool, is_mean=True)
+MEAN_POOL = partial(bind_pool, is_mean=True)
 
 
 def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     _, kernel, stride, padding, dilation, ceil_mode = arguments(node, None, None, [], 0, 1, False)
-    return _pool(lowering, node, Pool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
+    return _pool(lowering, node, bind_pool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
 
 
 def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
@@ -59,12 +59,9 @@ def _pool(
     batch, channels, height, width = x.place.shape
     kernel, stride, padding, dilation = map(pair, (kernel, stride, padding, dilation))
     geometry = Geometry(channels, batch, height, width, kernel, stride, padding, dilation, ceil)
-    if geometry.is_plain:  # each window is one number
-        same = x.place.reshape(node.meta["val"].shape)
-        return None if same is None else Stored(x.buffer, same)
     out = lowering.store(feature_major((batch, channels, *geometry.out_size), 1))
     rows = [as_rows(value, 1, ordered=True) for value in (x, out)]
-    lowering.add(CallStep(kind(geometry).bind, rows[:1], rows[1:], is_ours=True))
+    lowering.add(CallStep(partial(kind, geometry), rows[:1], rows[1:], is_ours=True))
     place = out.place.reshape(node.meta["val"].shape)
     assert place is not None
     return Stored(out.buffer, place)
@@ -112,9 +109,9 @@ def _is_image(x: Stored) -> bool:
 
 def _repeat(lowering: Lowering, x: Stored, out: Stored, times: tuple[int, int]) -> None:
     batch, channels, height, width = x.place.shape
-    repeat = Repeat(Geometry(channels, batch, height, width), times)
+    repeat = partial(bind_repeat, Geometry(channels, batch, height, width), times)
     rows = [as_rows(value, 1, ordered=True) for value in (x, out)]
-    lowering.add(CallStep(partial(partial, repeat), rows[:1], rows[1:], is_ours=True))
+    lowering.add(CallStep(repeat, rows[:1], rows[1:], is_ours=True))
 
 
 ON_IMAGES: dict[Any, Callable[[Lowering, fx.Node], Stored | None]] = {

@@ -133,7 +133,9 @@ def _attend(
 
     def run(mask: Tensor | None = fixed) -> None:
         for b, (q, k, v, o) in enumerate(rows):
-            bias = None if mask is None else _of_row(mask, b)
+            bias = mask
+            if mask is not None and mask.dim() == 4:  # others are (T, S) or (H, T, S), or what repeats to it
+                bias = mask[b if mask.shape[0] > 1 else 0]
             if bias is not None and bias.dtype != torch.bool:
                 torch.baddbmm(bias.expand(scores.shape), q, k, alpha=scale, out=scores)
             else:
@@ -150,13 +152,6 @@ def _attend(
                 o.copy_(result)
 
     return run
-
-
-def _of_row(mask: Tensor, row: int) -> Tensor:
-    """The mask of one of a batch, (T, S) or (H, T, S) or what repeats to it."""
-    if mask.dim() < 4:
-        return mask
-    return mask[row if mask.shape[0] > 1 else 0]
 
 
 KNOWN: dict[Any, Callable[[Lowering, fx.Node], Any]] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from growprune.deployment.cpu.library import Library, library
-from growprune.deployment.cpu.prepared import CsrLayer, DenseLayer, Layer, LayerCalls
+from growprune.deployment.cpu.prepared import DenseLayer, Layer, LayerCalls
 from growprune.deployment.graph.fuse import Fused
 from growprune.deployment.graph.places import InSlot, Stored, Value
 
@@ -229,7 +229,7 @@ def is_ours(steps: Sequence[Step]) -> bool:
     for step in steps:
         if isinstance(step, TorchStep):
             in_torch += step.size
-        if isinstance(step, LayerStep) and isinstance(step.layer, (DenseLayer, CsrLayer)):
+        if isinstance(step, LayerStep) and isinstance(step.layer, DenseLayer):
             return False
         if isinstance(step, CallStep) and not step.is_ours:
             return False

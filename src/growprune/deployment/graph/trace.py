@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from growprune.deployment.example import Example, first_line
 from growprune.deployment.skeleton import Skeleton
+from growprune.files.exporters import quiet
 
 aten = torch.ops.aten
 
@@ -98,16 +97,12 @@ def trace(module: nn.Module, example: Example) -> Traced:
 def _quietly() -> Iterator[None]:
     """Without the fused encoder layer of torch, which is one operation that hides all its products."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    logger, level = logging.getLogger("torch.export"), logging.getLogger("torch.export").level
     torch.backends.mha.set_fastpath_enabled(False)
-    logger.setLevel(logging.CRITICAL)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the tracer; the model's own code has warned already, or will
+        with torch.no_grad(), quiet("torch.export"):  # the model's own code has warned already, or will
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        logger.setLevel(level)
 
 
 def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None:

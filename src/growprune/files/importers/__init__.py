@@ -7,6 +7,7 @@ If a source has masks, a live weight that happens to be zero stays live. If it h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file
 from growprune.files.importers.contents import Contents, Source, open_contents
-from growprune.files.importers.imported import Imported, masks_by_zeros
+from growprune.files.importers.imported import Imported, fill_model, masks_by_zeros
 from growprune.files.manifest import FORMAT
 from growprune.files.reader import open_sparse
+from growprune.files.weights_file import weights_file
 from growprune.sparse.model import SparseModel
 
-__all__ = ["IMPORTERS", "Imported", "load", "read"]
+__all__ = ["IMPORTERS", "Imported", "load", "load_weights", "read"]
 
 
 def read(source: Source) -> Imported:
@@ -49,6 +51,25 @@ def load(source: Source, model: nn.Module, **settings: Any) -> SparseModel:
         settings: arguments of SparseModel. By default, sparsity is that of the source and allocation is "global".
     """
     return read(source).into(model, **settings)
+
+
+def load_weights(sparse: SparseModel, path: str | os.PathLike[str], *, with_masks: bool = False) -> None:
+    """Fill a model whose weights are all live from a file that has exactly its tensors.
+
+    Args:
+        path: a file, or a folder such as that of a run.
+        with_masks: apply the masks of the file; in a dense file, the non-zero weights are live.
+    """
+    path = weights_file(path)
+    found = read(path)
+    names = found.names_in(sparse.model, str(path))
+
+    def mask(name: str) -> Tensor | None:
+        if not with_masks:
+            return None
+        return found.tensors[names[name]] != 0 if found.format == "dense" else found.masks.get(names[name])
+
+    fill_model(sparse, names, lambda name: found.tensors[names[name]], mask)
 
 
 def read_growprune(contents: Contents) -> Imported | None:

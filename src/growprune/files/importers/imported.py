@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.filling import fill_model
 from growprune.files.reader import matching_names
+from growprune.masks.bits import pack
 from growprune.masks.inspection import LEAST, masks_of_zeros
 from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
@@ -50,16 +50,19 @@ class Imported:
     def dense_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
+    def names_in(self, model: nn.Module, where: str) -> dict[str, str]:
+        """Map each tensor of a model to its first name here. Raise unless they are the same, with the same shapes."""
+        theirs = {name: name for name in self.tensors} | dict(self.aliases)
+        shapes = {name: tuple(self.tensors[first].shape) for name, first in theirs.items()}
+        return {ours: theirs[name] for ours, name in matching_names(shapes, model, where).items()}
+
     def into(self, model: nn.Module, *, pattern: str | Pattern = "unstructured", **settings: Any) -> SparseModel:
         """Fill a model, and return it as a SparseModel with these masks; see `growprune.files.importers.load`.
 
         The model is checked before it is changed.
         """
         pattern = parse_pattern(pattern)
-        theirs = {name: name for name in self.tensors} | dict(self.aliases)
-        shapes = {name: tuple(self.tensors[first].shape) for name, first in theirs.items()}
-        matched = matching_names(shapes, model, f"the {self.format} source")
-        names = {ours: theirs[name] for ours, name in matched.items()}
+        names = self.names_in(model, f"the {self.format} source")
         chosen = {name: settings.get(name, ()) for name in ("keep_dense", "include")}
         weights = prunable_weights(model, **chosen)
         if not self.masks:
@@ -84,6 +87,32 @@ class Imported:
         )
         fill_model(sparse, names, lambda name: self.tensors[names[name]], masks.get)
         return sparse
+
+
+def fill_model(
+    sparse: SparseModel,
+    names: Collection[str],
+    tensor: Callable[[str], Tensor],
+    mask: Callable[[str], Tensor | None],
+) -> None:
+    """Fill a new SparseModel, one tensor at a time.
+
+    Args:
+        names: the names of the model's tensors.
+        tensor: returns the dense tensor for a name.
+        mask: returns the mask of a prunable tensor; None if all of it is live.
+    """
+    for name in names:
+        dense = tensor(name)
+        weights = [weight for weight in sparse.weights if weight.parameter == name]
+        if not weights:
+            sparse.restore_some({name: (dense, None)})
+            continue
+        alive = torch.ones(dense.shape, dtype=torch.bool)
+        if (theirs := mask(name)) is not None:
+            for weight in weights:  # what the model keeps dense lives, whatever it does in the source
+                weight.of(alive).copy_(weight.of(theirs))
+        sparse.restore_some({name: (dense[alive], pack(alive))})
 
 
 def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,16 +30,6 @@ extern "C" {
 
 GP_API int gp_lanes() { return GP_LANES; }
 
-GP_API int gp_most_vectors(int lanes, int height) { return most_vectors(lanes, height); }
-
-GP_API int gp_has_openmp() {
-#if defined(_OPENMP)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 // Null if the tile is not possible, or memory runs out.
 GP_API Layer *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias,
                          int activation) {
@@ -63,35 +53,22 @@ GP_API void gp_free(Layer *layer) { delete layer; }
 // back.
 GP_API int gp_begin_alone() {
     uses_crew() = true;
-#if defined(_OPENMP)
     const int before = omp_get_max_threads();
     omp_set_num_threads(1);
     return before;
-#else
-    return 1;
-#endif
 }
 
 GP_API void gp_end_alone(int threads) {
     uses_crew() = false;
-#if defined(_OPENMP)
     omp_set_num_threads(threads);
-#else
-    (void)threads;
-#endif
 }
 
 GP_API void gp_repeat(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
     repeat(*geometry, x, x_stride, y, y_stride, threads);
 }
 
-GP_API void gp_max_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride,
-                        int threads) {
-    pool<true>(*geometry, x, x_stride, y, y_stride, false, threads);
-}
-
-GP_API void gp_mean_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride,
-                         int counts_padding, int threads) {
-    pool<false>(*geometry, x, x_stride, y, y_stride, counts_padding != 0, threads);
+GP_API void gp_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int is_mean,
+                    int counts_padding, int threads) {
+    (is_mean ? pool<false> : pool<true>)(*geometry, x, x_stride, y, y_stride, counts_padding != 0, threads);
 }
 }

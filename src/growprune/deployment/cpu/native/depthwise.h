@@ -82,7 +82,7 @@ class Depthwise : public Layer {
     // A vector of numbers that are some steps apart.
     template <int step> static GP_INLINE typename Vec<GP_LANES>::type spaced(const float *from, Index stride) {
         if constexpr (step == 1) return load<GP_LANES>(from);
-        if constexpr (step == 2) return half_of<0>(load<GP_LANES>(from), load<GP_LANES>(from + GP_LANES));
+        if constexpr (step == 2) return half_of(load<GP_LANES>(from), load<GP_LANES>(from + GP_LANES));
         typename Vec<GP_LANES>::type found{};
         for (int lane = 0; lane < GP_LANES; ++lane) found[lane] = from[lane * stride];
         return found;

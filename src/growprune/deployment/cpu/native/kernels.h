@@ -1,6 +1,8 @@
 // Which inner loop serves which blocks, lanes and number of vectors.
 #pragma once
 
+#include <utility>
+
 #include "gemv.h"
 #include "pack.h"
 
@@ -14,34 +16,25 @@ inline int most_vectors(int lanes, int height) {
     return lanes == 1 || (lanes < GP_LANES && (lanes == 4 || lanes == 8)) ? 1 : 0;
 }
 
-template <int width> const Kernel *row_kernels() {
-    constexpr int n = GP_LANES;
-    static const Kernel kernels[] = {nullptr,
-                                     rows_times<n, 1, width>,
-                                     rows_times<n, 2, width>,
-                                     rows_times<n, 3, width>,
-                                     rows_times<n, 4, width>,
-                                     rows_times<n, 5, width>,
-                                     rows_times<n, 6, width>,
-                                     rows_times<n, 7, width>,
-                                     rows_times<n, 8, width>};
+template <int lanes, int... U> const Kernel *row_kernels(int width, std::integer_sequence<int, U...>) {
+    static const Kernel single[] = {nullptr, rows_times<lanes, U + 1, 1>...};
+    static const Kernel wide[] = {nullptr, rows_times<lanes, U + 1, 8>...};
+    return width == 8 ? wide : single;
+}
+
+template <int lanes, int... U> const Kernel *eight_row_kernels(std::integer_sequence<int, U...>) {
+    static const Kernel kernels[] = {nullptr, eight_rows_times<lanes, U + 1>...};
     return kernels;
 }
 
-inline const Kernel *long_kernels(int height, int width) {
-    constexpr int n = GP_LANES;
-    static const Kernel of_eight[] = {nullptr, eight_rows_times<n, 1>, eight_rows_times<n, 2>, eight_rows_times<n, 3>};
-    if (height == 8) return of_eight;
-    return width == 8 ? row_kernels<8>() : row_kernels<1>();
+template <int lanes> const Kernel *kernels_of(int height, int width) {
+    constexpr int most = lanes == GP_LANES ? MOST_VECTORS : 1;
+    constexpr int most_of_eight = lanes == GP_LANES ? MOST_VECTORS_OF_EIGHT : 1;
+    if (height == 8) return eight_row_kernels<lanes>(std::make_integer_sequence<int, most_of_eight>());
+    return row_kernels<lanes>(width, std::make_integer_sequence<int, most>());
 }
 
-template <int lanes> const Kernel *short_kernels(int height, int width) {
-    static const Kernel of_eight[] = {nullptr, eight_rows_times<lanes, 1>};
-    static const Kernel wide[] = {nullptr, rows_times<lanes, 1, 8>}, single[] = {nullptr, rows_times<lanes, 1, 1>};
-    return height == 8 ? of_eight : width == 8 ? wide : single;
-}
-
-inline const Kernel *single_kernels(int height, int width) {
+template <> inline const Kernel *kernels_of<1>(int height, int width) {
     static const Kernel of_eight[] = {nullptr, eight_rows_times_one};
     static const Kernel wide[] = {nullptr, wide_rows_times_one}, single[] = {nullptr, rows_times_one};
     return height == 8 ? of_eight : width == 8 ? wide : single;
@@ -49,9 +42,9 @@ inline const Kernel *single_kernels(int height, int width) {
 
 // By the number of vectors in a panel.
 inline const Kernel *find_kernels(const Matrix &matrix, int lanes) {
-    if (lanes == 1) return single_kernels(matrix.height, matrix.width);
-    if (lanes == GP_LANES) return long_kernels(matrix.height, matrix.width);
-    return lanes == 4 ? short_kernels<4>(matrix.height, matrix.width) : short_kernels<8>(matrix.height, matrix.width);
+    if (lanes == GP_LANES) return kernels_of<GP_LANES>(matrix.height, matrix.width);
+    if (lanes == 8) return kernels_of<8>(matrix.height, matrix.width);
+    return lanes == 4 ? kernels_of<4>(matrix.height, matrix.width) : kernels_of<1>(matrix.height, matrix.width);
 }
 
 template <class... Arguments> void pack_by(int lanes, const Packing &packing, Arguments... arguments) {

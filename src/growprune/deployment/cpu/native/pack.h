@@ -137,7 +137,7 @@ class Packing {
         if constexpr (lanes == GP_LANES) {
             if (is_readable)
                 return store<lanes>(
-                    to, keep_lanes<lanes>(half_of<0>(load<lanes>(from), load<lanes>(from + lanes)), keep));
+                    to, keep_lanes<lanes>(half_of(load<lanes>(from), load<lanes>(from + lanes)), keep));
         }
         for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? from[2 * i] : 0.0f;
     }

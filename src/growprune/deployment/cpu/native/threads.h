@@ -8,6 +8,7 @@
 // spinning threads slow each other down. So ours are only for programs in which torch computes nothing large.
 #pragma once
 
+#include <omp.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -16,10 +17,6 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 #include "vec.h"
 
@@ -172,7 +169,6 @@ template <class Work> void share(Index items, int threads, const Work &work) {
     if (threads > items) threads = static_cast<int>(items);
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     if (threads > 1 && uses_crew() && Crew::get().run(call, &work, items, threads)) return;
-#if defined(_OPENMP)
     if (threads > 1 && !uses_crew()) {
         static thread_local Job own;
         Job &job = own;
@@ -181,7 +177,6 @@ template <class Work> void share(Index items, int threads, const Work &work) {
         job.work(omp_get_thread_num());
         return;
     }
-#endif
     for (Index item = 0; item < items; ++item) work(item);
 }
 

@@ -54,7 +54,7 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type broadcast(float value) 
     return value - typename Vec<lanes>::type{};  // not "+": -0.0f + 0.0f would be 0.0f
 }
 
-// Of the numbers of two vectors, one after the other, the even ones (0) or the odd ones (1).
+// Every second number of two vectors, one after the other.
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define GP_HAS_HALVES
@@ -62,19 +62,18 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type broadcast(float value) 
 #endif
 #if defined(GP_HAS_HALVES)
 constexpr bool HAS_HALVES = true;
-template <int i, class V> GP_INLINE V half_of(V low, V high) {
+template <class V> GP_INLINE V half_of(V low, V high) {
 #if GP_LANES == 16
-    return __builtin_shufflevector(low, high, i, 2 + i, 4 + i, 6 + i, 8 + i, 10 + i, 12 + i, 14 + i, 16 + i, 18 + i,
-                                   20 + i, 22 + i, 24 + i, 26 + i, 28 + i, 30 + i);
+    return __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 #elif GP_LANES == 8
-    return __builtin_shufflevector(low, high, i, 2 + i, 4 + i, 6 + i, 8 + i, 10 + i, 12 + i, 14 + i);
+    return __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14);
 #else
-    return __builtin_shufflevector(low, high, i, 2 + i, 4 + i, 6 + i);
+    return __builtin_shufflevector(low, high, 0, 2, 4, 6);
 #endif
 }
 #else
 constexpr bool HAS_HALVES = false;
-template <int, class V> GP_INLINE V half_of(V low, V) { return low; }
+template <class V> GP_INLINE V half_of(V low, V) { return low; }
 #endif
 
 // The first `count` floats, and zeros behind them; nothing behind them is read.
