@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,11 +73,6 @@ def size(num_bytes: float) -> str:
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-
-
-def spread(values: list[float], sign: str = "") -> str:
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{sign}.2f}{spread}"
 
 
 def show_result(result: dict[str, Any], folder: Path) -> None:
