@@ -14,7 +14,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from growprune.cli.app import AsJson, Data, Settings, one_line_errors, stopping
-from growprune.cli.screen import duration, err, print_json
+from growprune.cli.screen import duration, print_json, remark, say
 from growprune.cli.screen import out as console
 from growprune.errors import GrowpruneError
 
@@ -107,7 +107,7 @@ def compare(
             print("".join(f"{job.command}\n" for job in jobs if not job.is_finished), end="")
             if not request.is_tuned():
                 more = "When they are done, run this command again to get the remaining seeds of each row."
-                _print_progress(f"These runs tune. {more}")
+                remark(f"These runs tune. {more}")
             return
         is_done = _carry_out(jobs, workers, should_stop, retry=retry)
         if is_done and tune:
@@ -123,7 +123,7 @@ def _next_jobs(request: Request) -> list[Job]:
     """The runs that are known so far, ready to be started. Say if some run again because code changed."""
     jobs = request.jobs()
     for line in request.prepare(jobs):
-        _print_progress(line)
+        remark(line)
     request.write_choices()
     return jobs
 
@@ -138,7 +138,7 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
             job.failure.unlink(missing_ok=True)
     done = sum(job.is_finished for job in jobs)
     if done:
-        _print_progress(f"{done} of {len(jobs)} runs are finished already")
+        remark(f"{done} of {len(jobs)} runs are finished already")
 
     def tell(job: Job, event: str) -> None:
         said = {"failed": f"failed: {job.error}", "in use": "in use by another process, skipped"}.get(event, event)
@@ -155,14 +155,10 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
         if event != "started":
             left = working.seconds_left
             said += f"; {duration(working.seconds)} elapsed" + ("" if left is None else f", {duration(left)} left")
-        _print_progress(f"[{sum(other.is_finished for other in jobs)}/{len(jobs)}] {job.name}: {said}")
+        remark(f"[{sum(other.is_finished for other in jobs)}/{len(jobs)}] {job.name}: {said}")
 
     working = Working(jobs, workers, tell)
     return working.carry_out(should_stop)
-
-
-def _print_progress(line: str) -> None:
-    err().print(line, highlight=False, soft_wrap=True)
 
 
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
@@ -178,7 +174,7 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
     if as_markdown:
         print(comparison.to_markdown(), end="")
         return
-    _say(
+    say(
         f"test {comparison.metric.name or 'results'}{comparison.terms}: mean ± standard deviation over seeds; "
         f"differences ± standard error"
     )
@@ -191,10 +187,10 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
         heads.remove(OPERATIONS)
         costs.insert(1, OPERATIONS)
     console().print(_table(heads, names, cells))
-    _say("cost, as a fraction of dense:")
+    say("cost, as a fraction of dense:")
     console().print(_table(costs, names, cells))
     if comparison.tunings:
-        _say("tuning, chosen by the validation metric:")
+        say("tuning, chosen by the validation metric:")
         table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
         for number, head in enumerate(HEAD):
             table.add_column(head.replace(" ", "\n"), justify="left" if number < 2 else "right", overflow="fold")
@@ -202,13 +198,9 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
             table.add_row(*cells_of(tuning))
         console().print(table)
     for line in [*comparison.notes, *comparison.errors]:
-        _say(line)
+        say(line)
     if out is not None:
-        _say(f"written to {out}: comparison.json, comparison.csv")
-
-
-def _say(line: str) -> None:
-    console().print(line, highlight=False, soft_wrap=True)
+        say(f"written to {out}: comparison.json, comparison.csv")
 
 
 def _names(rows: Sequence[RunRow], cells: Sequence[Mapping[str, str]]) -> list[str]:

@@ -25,7 +25,7 @@ from growprune.cli.app import (
     stopping,
     trusted_origin,
 )
-from growprune.cli.screen import out, progress, show_result
+from growprune.cli.screen import out, progress, say, show_result
 from growprune.errors import GrowpruneError
 
 
@@ -72,7 +72,7 @@ def _show_demo(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
     dense, sparse = ([r["test"]["accuracy"] for r in results] for results in rows.values())
     gaps = [s - d for s, d in zip(sparse, dense, strict=True)]
     gap = plus_minus(mean(gaps), deviation(gaps), 2, "+")
-    out().print(f"sparse minus dense, same epochs: {gap} points. Runs are in {folder}.")
+    say(f"sparse minus dense, same epochs: {gap} points. Runs are in {folder}.")
 
 
 @one_line_errors
