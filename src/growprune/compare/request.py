@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from growprune.compare.rows import (
     points_of,
     spend,
 )
+from growprune.engine.folder import holding
 from growprune.engine.override import absolute, digests, override, parse_settings, with_places
 from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.errors import GrowpruneError
@@ -141,16 +140,8 @@ class Request:
         self._check_terms()
         with writing_to(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.out, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with holding(self.out, 0, "by another growprune compare. Wait for it, or choose another --out"):
             yield
-        except BlockingIOError as error:
-            raise GrowpruneError(
-                f"{self.out} is in use by another growprune compare. Wait for it, or choose another --out"
-            ) from error
-        finally:
-            os.close(descriptor)
 
     # The runs
 

@@ -98,15 +98,10 @@ class RunFolder:
         if self.rank:
             yield
             return
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            if not _lock(descriptor, PATIENCE):
-                raise GrowpruneError(f"{self.path} is in use by another process. Wait for it, or stop it first")
+        with holding(self.path, PATIENCE, "by another process. Wait for it, or stop it first"):
             for folder in (self.path, self.checkpoints, *self.checkpoints.glob("branches/*")):
                 disk.remove_leftovers(folder)
             yield
-        finally:
-            os.close(descriptor)
 
     def make(self) -> None:
         """Make the folder if it does not exist, so that it can be locked."""
@@ -263,6 +258,18 @@ def _lock(descriptor: int, patience: float) -> bool:
             return True
         else:
             return True
+
+
+@contextlib.contextmanager
+def holding(path: Path, patience: float, who: str) -> Iterator[None]:
+    """Hold the lock of a folder. The error says by whom it is in use, and what to do."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if not _lock(descriptor, patience):
+            raise GrowpruneError(f"{path} is in use {who}")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_in_use(path: Path) -> bool:
