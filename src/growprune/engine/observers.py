@@ -169,7 +169,7 @@ class Exploration:
         self._sparse, self._folder, self._is_on, self._is_writer = sparse, folder, is_on, is_writer
         self._ever: Tensor | None = None
         self._dead: Tensor | None = None
-        """Weights that were dead at some time in training. None if a checkpoint does not know it."""
+        """Weights that were dead at some time in training."""
         self._before: Tensor | None = None
         self.figures: dict[str, float | None] = {}
         """`explored`, `churn` and `grown` after the last edits. The churn of the first phase is None."""
@@ -179,32 +179,30 @@ class Exploration:
         if not self._is_on:
             return
         live = pack_masks(self._sparse)
-        if self._ever is None:
+        if self._ever is None or self._dead is None:
             self._ever, self._dead = torch.zeros_like(live), torch.zeros_like(live)
         explored = self._ever | live if scheduled.phase.is_trained else self._ever
         churn = None if self._before is None else _distance(live, self._before)
-        self.figures = {"explored": kernels.count_bits(explored) / max(1, self._sparse.num_prunable), "churn": churn}
-        self.figures["grown"] = self._grown(live)
+        self.figures = {**self._shares(explored, self._dead, live), "churn": churn}
         if scheduled.branch is None:
             self._ever, self._before = explored, live
-            if self._dead is not None and scheduled.phase.is_trained:
+            if scheduled.phase.is_trained:
                 self._dead = self._dead | ~live
         elif self._is_writer:
             _write(self._folder.explored(scheduled.stage, scheduled.branch), explored)
 
     def look_again(self) -> None:
         """Record the masks within a phase, because its rule may have changed them. Branches are skipped."""
-        if self._is_on and self._ever is not None:
+        if self._is_on and self._ever is not None and self._dead is not None:
             live = pack_masks(self._sparse)
             self._ever = self._ever | live
-            self.figures["explored"] = kernels.count_bits(self._ever) / max(1, self._sparse.num_prunable)
-            self.figures["grown"] = self._grown(live)
-            if self._dead is not None:
-                self._dead = self._dead | ~live
+            self.figures |= self._shares(self._ever, self._dead, live)
+            self._dead = self._dead | ~live
 
-    def _grown(self, live: Tensor) -> float | None:
-        """The share of live weights that were dead at some time in training."""
-        return None if self._dead is None else kernels.count_bits(live & self._dead) / max(1, kernels.count_bits(live))
+    def _shares(self, explored: Tensor, dead: Tensor, live: Tensor) -> dict[str, float]:
+        """The share of weights that were explored, and of live weights that were dead at some time in training."""
+        grown = kernels.count_bits(live & dead) / max(1, kernels.count_bits(live))
+        return {"explored": kernels.count_bits(explored) / max(1, self._sparse.num_prunable), "grown": grown}
 
     def combine(self, stage: int, num_branches: int) -> None:
         """At the end of a fork, add what its branches explored."""
