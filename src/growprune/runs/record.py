@@ -437,18 +437,18 @@ def origin_of(content: Json) -> Json:
     return {name: value for name, value in content.items() if name not in OWN}
 
 
-def read_run(place: Path, name: str = "") -> Record:
+def read_run(place: Path) -> Record:
     """Read a run from its folder, or from a result file. A damaged run becomes a record that says why."""
     file = place if place.is_file() else place / "result.json"
     try:
         stored = read_recipe(place) if (place / "recipe.json").exists() else {"recipe": {}}
         tuning = _read_tuning(file.parent)
         if not file.exists():
-            return Record(place, name, stored["recipe"], origin_of(stored), tuning=tuning)
+            return Record(place, "", stored["recipe"], origin_of(stored), tuning=tuning)
         result = Result.read(file)
-        return Record(place, name, result.recipe, origin_of(stored) or result.origin, result, tuning=tuning)
+        return Record(place, "", result.recipe, origin_of(stored) or result.origin, result, tuning=tuning)
     except (GrowpruneError, OSError) as error:
-        return Record(place, name, damage=" ".join(str(error).split()))
+        return Record(place, damage=" ".join(str(error).split()))
 
 
 def _read_tuning(folder: Path) -> Json:
