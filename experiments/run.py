@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from growprune.files import disk
-from growprune.runs.record import RESULTS, pack, read_packed
+from growprune.runs.record import PACKED_FORMAT, RESULTS, read_packed
 
 HERE = Path(__file__).parent
 DATA = {
@@ -168,6 +169,48 @@ def keep(runs: Path, folder: Path, *, with_curves: bool = False) -> None:
 
 CURVES = ("epoch", "iteration", "stage", "branch", "alive", "loss", "explored", "churn", "validation")
 """What charts over time need of the history."""
+
+
+def pack(runs: Mapping[str, dict[str, Any]], tunings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The content of the file, for results by folder whose lists may have been left out."""
+    packed = {name: _with_columns(run) for name, run in runs.items()}
+    shared = _shared([*packed.values()])
+    return {
+        "format": PACKED_FORMAT,
+        "shared": shared,
+        "runs": {name: _without(run, shared) for name, run in packed.items()},
+        "tunings": dict(tunings),
+    }
+
+
+def _with_columns(run: dict[str, Any]) -> dict[str, Any]:
+    run = {**run, "history": _columns(run.get("history", []))}
+    return run | {"sparsity": {**run["sparsity"], "rows": _columns(run["sparsity"].get("rows", []))}}
+
+
+def _columns(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for entry in entries for name in entry)
+    return {name: [entry.get(name) for entry in entries] for name in names}
+
+
+def _shared(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The values that all runs have, and of their parts, such as the recipe, the values that all have."""
+    found: dict[str, Any] = {}
+    for name in [name for name in (runs[0] if runs else ()) if all(name in run for run in runs)]:
+        values = [run[name] for run in runs]
+        if all(value == values[0] for value in values):
+            found[name] = values[0]
+        elif all(isinstance(value, dict) for value in values):
+            names = [key for key in values[0] if all(key in v and v[key] == values[0][key] for v in values)]
+            found[name] = {key: values[0][key] for key in names}
+    return found
+
+
+def _without(run: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in run.items() if name not in shared}
+    for name in [name for name in run if name in shared and run[name] != shared[name]]:
+        kept[name] = {key: value for key, value in run[name].items() if key not in shared[name]}
+    return kept
 
 
 def _in_folders(name: str) -> tuple[str, ...]:

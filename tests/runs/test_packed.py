@@ -1,16 +1,20 @@
 """One file with the results of many runs, in place of their folders."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 from report_runs import finished, write_bare
 
 from growprune.compare import of_runs
 from growprune.errors import GrowpruneError
 from growprune.runs import find_runs
-from growprune.runs.record import RESULTS, pack, read_packed
+from growprune.runs.record import RESULTS, read_packed
+
+pack = runpy.run_path(str(ROOT / "experiments" / "run.py"))["pack"]
 
 POINT = {"name": "lr=1", "folder": "lr=1", "status": "finished", "validation": 88.0, "error": ""}
 TUNING = {"row": "gmp:global", "sparsity": 0.9, "grid": {"lr": ["1"]}, "size": 1, "seed": 0, "metric": "accuracy"}

@@ -20,7 +20,7 @@ import typer
 from growprune.errors import GrowpruneError, is_users_file, shorten
 
 if TYPE_CHECKING:
-    from growprune.engine import Recipe, RunFolder
+    from growprune.engine import RunFolder
 
 
 RecipeName = Annotated[
@@ -132,25 +132,10 @@ def trusted_origin(folder: RunFolder, trust: bool) -> dict[str, Any]:
     return origin
 
 
-def place(data: str, recipe: Recipe) -> dict[str, str]:
-    """Turn `--data` into a setting with an absolute path, so that a run can be resumed from any folder."""
-    if data and not recipe.task.reads_files:
-        raise GrowpruneError(
-            f"--data is not used by the task {type(recipe.task).__name__}, which reads no files; got {data}. "
-            f"Leave --data out"
-        )
-    return {"task.data": str(Path(data).resolve())} if data else {}
-
-
 def check_new_folder(folder: Path) -> None:
     """Raise unless a folder to write is new or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise GrowpruneError(f"--out must be a new or empty folder, but {folder} exists. Choose another --out")
-
-
-def with_absolute_weights(settings: dict[str, str]) -> dict[str, str]:
-    """Make the path of a weights file absolute, so that a run can be resumed from any folder."""
-    return settings | ({"weights": str(Path(settings["weights"]).resolve())} if settings.get("weights") else {})
 
 
 class StopFlag:

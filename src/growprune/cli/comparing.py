@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from growprune.cli.app import AsJson, Data, Settings, one_line_errors, stopping
-from growprune.cli.screen import duration, err, print_json
+from growprune.cli.screen import duration, print_json, remark, say
 from growprune.cli.screen import out as console
 from growprune.errors import GrowpruneError
 
@@ -104,7 +104,11 @@ def compare(
     with stopping() as should_stop, request.locked():
         jobs = _next_jobs(request)
         if print_jobs:
-            return _print_jobs(jobs, is_all=request.is_tuned())
+            print("".join(f"{job.command}\n" for job in jobs if not job.is_finished), end="")
+            if not request.is_tuned():
+                more = "When they are done, run this command again to get the remaining seeds of each row."
+                remark(f"These runs tune. {more}")
+            return
         is_done = _carry_out(jobs, workers, should_stop, retry=retry)
         if is_done and tune:
             jobs = _next_jobs(request)  # the other seeds of each row's choice are known now
@@ -113,24 +117,15 @@ def compare(
         show(comparison)
     if not is_done or comparison.errors:
         raise typer.Exit(128 + should_stop.signal if should_stop.signal else 1)
-    return None
 
 
 def _next_jobs(request: Request) -> list[Job]:
     """The runs that are known so far, ready to be started. Say if some run again because code changed."""
     jobs = request.jobs()
     for line in request.prepare(jobs):
-        _print_progress(line)
+        remark(line)
     request.write_choices()
     return jobs
-
-
-def _print_jobs(jobs: Sequence[Job], *, is_all: bool) -> None:
-    print("".join(f"{job.command}\n" for job in jobs if not job.is_finished), end="")
-    if not is_all:
-        _print_progress(
-            "These runs tune. When they are done, run this command again to get the remaining seeds of each row."
-        )
 
 
 def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool], *, retry: bool = False) -> bool:
@@ -143,7 +138,7 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
             job.failure.unlink(missing_ok=True)
     done = sum(job.is_finished for job in jobs)
     if done:
-        _print_progress(f"{done} of {len(jobs)} runs are finished already")
+        remark(f"{done} of {len(jobs)} runs are finished already")
 
     def tell(job: Job, event: str) -> None:
         said = {"failed": f"failed: {job.error}", "in use": "in use by another process, skipped"}.get(event, event)
@@ -160,20 +155,16 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
         if event != "started":
             left = working.seconds_left
             said += f"; {duration(working.seconds)} elapsed" + ("" if left is None else f", {duration(left)} left")
-        _print_progress(f"[{sum(other.is_finished for other in jobs)}/{len(jobs)}] {job.name}: {said}")
+        remark(f"[{sum(other.is_finished for other in jobs)}/{len(jobs)}] {job.name}: {said}")
 
     working = Working(jobs, workers, tell)
     return working.carry_out(should_stop)
 
 
-def _print_progress(line: str) -> None:
-    err().print(line, highlight=False, soft_wrap=True)
-
-
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
     """Print the table, and write it to `out` if given."""
     from growprune.compare.comparison import COST, QUALITY
-    from growprune.runs.table import cells_of
+    from growprune.runs.table import HEAD, cells_of
 
     if out is not None:
         comparison.write(out, with_markdown=as_markdown)
@@ -183,36 +174,33 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
     if as_markdown:
         print(comparison.to_markdown(), end="")
         return
-    _say(
+    say(
         f"test {comparison.metric.name or 'results'}{comparison.terms}: mean ± standard deviation over seeds; "
         f"differences ± standard error"
     )
     cells = [comparison.cells(row) for row in comparison.rows]
     names = _names(comparison.rows, cells)
-    heads = [head for head in QUALITY[2:] if not _is_plain(head, {each[head] for each in cells})]
+    alike = {head for head in ALIKE if len(values := {each[head] for each in cells}) == 1 and "," not in min(values)}
+    heads = [head for head in QUALITY[2:] if head not in alike]  # missing runs are always shown
     costs = [*COST]
     if console().width < WIDE:
         heads.remove(OPERATIONS)
         costs.insert(1, OPERATIONS)
     console().print(_table(heads, names, cells))
-    _say("cost, as a fraction of dense:")
+    say("cost, as a fraction of dense:")
     console().print(_table(costs, names, cells))
     if comparison.tunings:
-        _say("tuning, chosen by the validation metric:")
-        console().print(_tuning_table([cells_of(tuning) for tuning in comparison.tunings]))
+        say("tuning, chosen by the validation metric:")
+        table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
+        for number, head in enumerate(HEAD):
+            table.add_column(head.replace(" ", "\n"), justify="left" if number < 2 else "right", overflow="fold")
+        for tuning in comparison.tunings:
+            table.add_row(*cells_of(tuning))
+        console().print(table)
     for line in [*comparison.notes, *comparison.errors]:
-        _say(line)
+        say(line)
     if out is not None:
-        _say(f"written to {out}: comparison.json, comparison.csv")
-
-
-def _is_plain(head: str, values: Collection[str]) -> bool:
-    """True if a column has the same value in all rows. Missing runs are always shown."""
-    return head in ALIKE and len(values) == 1 and not any("," in value for value in values)
-
-
-def _say(line: str) -> None:
-    console().print(line, highlight=False, soft_wrap=True)
+        say(f"written to {out}: comparison.json, comparison.csv")
 
 
 def _names(rows: Sequence[RunRow], cells: Sequence[Mapping[str, str]]) -> list[str]:
@@ -220,17 +208,6 @@ def _names(rows: Sequence[RunRow], cells: Sequence[Mapping[str, str]]) -> list[s
     is_one = len({row.sparsity for row in rows if row.has_sparsity}) == 1
     plain = [row.name if not row.has_sparsity or (is_one and not row.is_off) else "" for row in rows]
     return [name or f"{row.name} {cell['sparsity']}" for name, row, cell in zip(plain, rows, cells, strict=True)]
-
-
-def _tuning_table(rows: Sequence[Sequence[str]]) -> Table:
-    from growprune.runs.table import HEAD
-
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
-    for number, head in enumerate(HEAD):
-        table.add_column(head.replace(" ", "\n"), justify="left" if number < 2 else "right", overflow="fold")
-    for cells in rows:
-        table.add_row(*cells)
-    return table
 
 
 def _table(heads: Sequence[str], names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from growprune.cli.app import AsJson, one_line_errors
 from growprune.cli.deploying import ExampleShape, ModelSource, build_model, example_of
-from growprune.cli.screen import err, new_table, out, print_json, size
+from growprune.cli.screen import new_table, out, print_json, remark, size
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
@@ -90,4 +90,4 @@ def _show(done: Converted) -> None:
         table.add_row("total", "", f"{sum(matrix.alive for matrix in done.matrices):,}", f"{done.sparsity:.4f}")
         out().print(table)
     for note in done.notes:
-        err().print(f"growprune: {note}", soft_wrap=True, highlight=False)
+        remark(f"growprune: {note}")

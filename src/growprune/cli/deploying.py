@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from growprune.cli.app import AsJson, Trust, check_new_folder, one_line_errors, trusted_origin
-from growprune.cli.screen import out as console
-from growprune.cli.screen import print_json
+from growprune.cli.screen import print_json, say
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ def deploy(
     if as_json:
         print_json(deployed.table.to_dict())
     else:
-        console().print(str(deployed.table), soft_wrap=True, highlight=False)
-        console().print(f"saved to {out}", soft_wrap=True, highlight=False)
+        say(f"{deployed.table}\nsaved to {out}")
 
 
 def origin_of(path: Path, model: str, example_shape: str, *, trust: bool = False) -> dict[str, Any]:

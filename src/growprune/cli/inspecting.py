@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from growprune.cli.app import AsJson, one_line_errors
-from growprune.cli.screen import new_table, out, print_json, show_result, size
+from growprune.cli.screen import new_table, out, print_json, say, show_result, size
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _show_run(run: Record) -> None:
     from growprune.engine import RunFolder
 
     source = run.origin.get("source", "a run from Python")
-    out().print(f"{source}: {run.recipe['method']} at sparsity {run.recipe['sparsity']}")
+    say(f"{source}: {run.recipe['method']} at sparsity {run.recipe['sparsity']}")
     if run.result is not None:
         out().print(_history(run))
         show_result(run.result.to_dict(), run.path)
@@ -83,10 +83,10 @@ def _show_run(run: Record) -> None:
         figures = {name: row.get(name) for name in ("epoch", "loss", "density")}
         figures |= {f"validation {name}": value for name, value in (row.get("validation") or {}).items()}
         known = (f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
-        out().print(f"so far: {', '.join(known)}", highlight=False)
+        say(f"so far: {', '.join(known)}")
     if run.status == "failed":
-        out().print(f"failed: {run.why}", soft_wrap=True, highlight=False)
-    out().print(f"Not finished. Resume with {RunFolder(run.path).how_to_resume()}", soft_wrap=True)
+        say(f"failed: {run.why}")
+    say(f"Not finished. Resume with {RunFolder(run.path).how_to_resume()}")
 
 
 def _history(run: Record) -> Table:
@@ -133,19 +133,13 @@ def _inspect_file(path: Path, as_json: bool) -> None:
 
 def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
     totals = about["totals"]
-    out().print(
-        f"{path}: pattern {about['pattern']}, sparsity {about['sparsity']:g} ({about['allocation']}), format "
-        f"{about['version']}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    about_mask = f"pattern {about['pattern']}, sparsity {about['sparsity']:g} ({about['allocation']})"
+    say(f"{path}: {about_mask}, format {about['version']}")
     out().print(_tensor_table(tensors))
     share = 1 - totals["prunable_nnz"] / totals["prunable"] if totals["prunable"] else 0.0
-    out().print(
+    say(
         f"{totals['prunable_nnz']:,} of {totals['prunable']:,} prunable weights live: sparsity {share:.4f}\n"
-        f"{totals['bytes']:,} bytes with its header; {totals['dense_bytes']:,} bytes if stored dense",
-        highlight=False,
-        soft_wrap=True,
+        f"{totals['bytes']:,} bytes with its header; {totals['dense_bytes']:,} bytes if stored dense"
     )
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from growprune.cli.app import AsJson, Data, RecipeName, Settings, one_line_errors, place
+from growprune.cli.app import AsJson, Data, RecipeName, Settings, one_line_errors
 from growprune.cli.screen import new_table, out, print_json, size
 from growprune.errors import GrowpruneError
 from growprune.plan.phases import Row, fold
@@ -88,11 +88,11 @@ def plan(
     Data is needed only by methods that count iterations.
     """
     from growprune.engine.cost import estimate
-    from growprune.engine.override import override, parse_settings
+    from growprune.engine.override import override, parse_settings, with_places
     from growprune.recipes import find
 
     found = find(recipe)
-    chosen = override(found, parse_settings(settings) | place(data, found))
+    chosen = override(found, with_places(parse_settings(settings), found, data))
     priced = estimate(chosen)
     if as_json:
         print_json(_plan_content(priced, recipe, chosen.claim))

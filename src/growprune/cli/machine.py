@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import growprune
-from growprune.cli.screen import out
+from growprune.cli.screen import out, say
 from growprune.deployment.cpu.library import BuildError, find_compiler
 from growprune.errors import how_to_install
 from growprune.storage import kernels
@@ -56,7 +56,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
     out().print(table, highlight=False)
     counts = Counter(finding.state for finding in findings)
     wrong = [f"{counts[state]} {state}" for state in ("broken", "slow") if counts[state]]
-    out().print(f"{', '.join(wrong)}: see above" if wrong else "All checks passed: nothing is broken or slow")
+    say(f"{', '.join(wrong)}: see above" if wrong else "All checks passed: nothing is broken or slow")
 
 
 def _version(distribution: str) -> str | None:

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from growprune.cli.app import AsJson, check_new_folder, one_line_errors
-from growprune.cli.screen import err, out, print_json, size
+from growprune.cli.screen import err, print_json, say, size
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
@@ -102,13 +102,10 @@ def prune(
     if as_json:
         print_json(content)
         return
-    out().print(
-        f"perplexity on held-out text: {before:.4g} before, {after:.4g} after (windows of {length} tokens, stride "
-        f"{length})",
-        soft_wrap=True,
-    )
-    out().print(f"pruned: {sparse.sparsity:.4f} of {sparse.num_prunable:,} weights, in {seconds:.0f} s")
-    out().print(f"folder: {out_folder}, which transformers loads as it is", soft_wrap=True)
+    windows = f"windows of {length} tokens, stride {length}"
+    say(f"perplexity on held-out text: {before:.4g} before, {after:.4g} after ({windows})")
+    say(f"pruned: {sparse.sparsity:.4f} of {sparse.num_prunable:,} weights, in {seconds:.0f} s")
+    say(f"folder: {out_folder}, which transformers loads as it is")
 
 
 @one_line_errors
@@ -122,7 +119,7 @@ def perplexity(folder: Model, text: Text, length: Length = 512, as_json: AsJson 
     if as_json:
         print_json({"folder": str(folder), "perplexity": found, "length": length, "stride": length, "text": str(text)})
     else:
-        out().print(f"perplexity: {found:.6g} (windows of {length} tokens, stride {length})")
+        say(f"perplexity: {found:.6g} (windows of {length} tokens, stride {length})")
 
 
 def _load(folder: Path, length: int) -> tuple[Any, Any, int]:
@@ -173,10 +170,9 @@ def _say_what_it_takes(model: Any, batches: list[dict[str, Tensor]], by: str) ->
         model.eval()(**{name: tensor.to(model.device) for name, tensor in batches[0].items()})
         forward = time.monotonic() - started
     passes = len(batches) * (1 + len(set(blocks.values())) / 2) if by != "magnitude" else 0
-    out().print(
+    say(
         f"memory: {size(parameters)} for the model, about {size(max(widest.values(), default=0) * 2)} for statistics; "
-        f"time: about {passes * forward:.0f} s for forward passes, and the choice of weights",
-        soft_wrap=True,
+        f"time: about {passes * forward:.0f} s for forward passes, and the choice of weights"
     )
 
 

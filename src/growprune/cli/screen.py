@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +36,16 @@ def out() -> Console:
 def err() -> Console:
     """Console for stderr."""
     return Console(stderr=True, quiet=not _is_first(), markup=False, emoji=False)
+
+
+def say(text: str) -> None:
+    """Print text to stdout as it is: neither wrapped nor coloured."""
+    out().print(text, soft_wrap=True, highlight=False)
+
+
+def remark(text: str) -> None:
+    """Print text to stderr as it is."""
+    err().print(text, soft_wrap=True, highlight=False)
 
 
 def _is_first() -> bool:
@@ -76,19 +85,14 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
-def spread(values: list[float], sign: str = "") -> str:
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{sign}.2f}{spread}"
-
-
 def show_result(result: dict[str, Any], folder: Path) -> None:
     total = result["sparsity"]["totals"]
-    out().print(f"test: {metrics_text(result['test'])}")
+    say(f"test: {metrics_text(result['test'])}")
     if result["best"]:
         best = result["best"]
-        out().print(f"best by validation: stage {best['stage']}, test: {metrics_text(best['test'])}")
-    out().print(f"alive: {total['alive']:,} of {total['prunable']:,} prunable weights")
-    out().print(f"file: {result['file_bytes']:,} bytes, {folder / 'model.safetensors'}", soft_wrap=True)
+        say(f"best by validation: stage {best['stage']}, test: {metrics_text(best['test'])}")
+    say(f"alive: {total['alive']:,} of {total['prunable']:,} prunable weights")
+    say(f"file: {result['file_bytes']:,} bytes, {folder / 'model.safetensors'}")
 
 
 Bar = tuple[int, int]
@@ -112,17 +116,17 @@ def _show_line(title: str, event: Event) -> None:
     match event:
         case {"event": "phase"} if event["epochs"] or event["index"] in (0, event["last"]):
             length = f"{event['epochs']} epochs" if event["epochs"] else f"{event['iterations']} iterations"
-            say = f"stage {event['stage']}: {event['edits']}; {event['alive']:,} alive, {length}"
+            line = f"stage {event['stage']}: {event['edits']}; {event['alive']:,} alive, {length}"
         case {"event": "epoch"}:
             validation = f", {metrics_text(event['validation'])} (validation)" if "validation" in event else ""
-            say = f"epoch {event['epoch']}: density {event['density']:.3f}, loss {event['loss']:.4f}{validation}"
+            line = f"epoch {event['epoch']}: density {event['density']:.3f}, loss {event['loss']:.4f}{validation}"
         case {"event": "warning"}:
-            say = f"warning: {event['message']}"
+            line = f"warning: {event['message']}"
         case {"event": "resumed"}:
-            say = f"resumed from checkpoint {event['number']}"
+            line = f"resumed from checkpoint {event['number']}"
         case _:
             return
-    err().print(f"{title}: {say}" if title else say, markup=False, highlight=False, soft_wrap=True)
+    remark(f"{title}: {line}" if title else line)
 
 
 class Drawing:

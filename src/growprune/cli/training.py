@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -20,13 +21,11 @@ from growprune.cli.app import (
     StopFlag,
     Trust,
     one_line_errors,
-    place,
     say_how_to_resume,
     stopping,
     trusted_origin,
-    with_absolute_weights,
 )
-from growprune.cli.screen import out, progress, show_result, spread
+from growprune.cli.screen import out, progress, say, show_result
 from growprune.errors import GrowpruneError
 
 
@@ -40,7 +39,8 @@ def demo(
 
     torch.set_num_threads(1)  # more threads only slow down such a small model
 
-    out = _unused(out)
+    names = (out if number == 1 else out.with_name(f"{out.name}-{number}") for number in itertools.count(1))
+    out = next(path for path in names if not path.exists())
     with stopping() as should_stop:
         rows = {
             name: [_train(name, {"seed": str(seed)}, out / name / f"seed{seed}", should_stop) for seed in range(seeds)]
@@ -51,6 +51,8 @@ def demo(
 
 def _show_demo(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
     """One row per recipe, mean and standard deviation over its seeds."""
+    from growprune.runs.result import deviation, mean, plus_minus
+
     seeds = len(next(iter(rows.values())))
     table = Table(title=f"Handwritten digits, {seeds} seeds, test data")
     for name in ("recipe", "accuracy %", "non-zeros", "FLOPs", "file bytes", "seconds"):
@@ -60,7 +62,7 @@ def _show_demo(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
         total = results[0]["sparsity"]["totals"]
         table.add_row(
             name,
-            spread(accuracy),
+            plus_minus(mean(accuracy), deviation(accuracy), 2),
             f"{total['alive']:,}",
             f"{total['flops_sparse'] / 1e6:.2f} M",
             f"{results[0]['file_bytes']:,}",
@@ -69,7 +71,8 @@ def _show_demo(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
     out().print(table)
     dense, sparse = ([r["test"]["accuracy"] for r in results] for results in rows.values())
     gaps = [s - d for s, d in zip(sparse, dense, strict=True)]
-    out().print(f"sparse minus dense, same epochs: {spread(gaps, sign='+')} points. Runs are in {folder}.")
+    gap = plus_minus(mean(gaps), deviation(gaps), 2, "+")
+    say(f"sparse minus dense, same epochs: {gap} points. Runs are in {folder}.")
 
 
 @one_line_errors
@@ -102,7 +105,7 @@ def resume(
 ) -> None:
     """Resume a run from its last checkpoint."""
     from growprune import engine
-    from growprune.engine.override import digests, override, parse_settings
+    from growprune.engine.override import digests, override, parse_settings, with_places
     from growprune.recipes import find
 
     origin = trusted_origin(engine.RunFolder(folder), trust)
@@ -110,7 +113,7 @@ def resume(
         raise GrowpruneError(f"{folder} was started from Python. Resume it with growprune.resume(recipe, folder)")
     recipe = find(origin["source"])
     # without the stored settings the recipe would differ from the stored one, and resume would refuse it
-    given = with_absolute_weights(parse_settings(settings)) | _logged(log) | place(data, recipe)
+    given = with_places(parse_settings(settings) | _logged(log), recipe, data)
     origin["settings"] = (origin.get("settings") or {}) | given
     files = digests(origin["source"], origin["settings"].get("method", ""))
     changed = [name for name, digest in files.items() if origin.get("files", {}).get(name, digest) != digest]
@@ -134,11 +137,11 @@ def _train(
 ) -> dict[str, Any]:
     from growprune import engine
     from growprune.engine.folder import HoldsRun
-    from growprune.engine.override import absolute, digests, override
+    from growprune.engine.override import absolute, digests, override, with_places
     from growprune.recipes import find
 
     recipe = find(source)
-    settings = with_absolute_weights(settings) | place(data, recipe)
+    settings = with_places(settings, recipe, data)
     if "method" in settings:
         settings["method"] = absolute(settings["method"])
     recipe = override(recipe, settings)
@@ -153,9 +156,3 @@ def _train(
             if not go_on:
                 raise
             return engine.resume(recipe, out, **how)  # another process has started it in the meantime
-
-
-def _unused(path: Path) -> Path:
-    """The path, or the first of path-2, path-3, ... that does not exist."""
-    candidates = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
-    return next(candidate for candidate in candidates if not candidate.exists())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -18,8 +17,8 @@ from typing import Any
 from growprune.compare.jobs import writing_to
 from growprune.errors import GrowpruneError
 from growprune.files.disk import finite, replacing
-from growprune.runs.record import Record, in_full, say_small
-from growprune.runs.result import Json, Metric, decimals
+from growprune.runs.record import in_full, say_small
+from growprune.runs.result import Json, Metric, decimals, plus_minus
 from growprune.runs.table import HEAD as TUNING_HEAD
 from growprune.runs.table import Gap, RunRow, baseline, cells_of, errors_of, notes_of, notes_on_versions, reference
 
@@ -50,7 +49,8 @@ class Comparison:
 
     def __post_init__(self) -> None:
         name = self.metric.name
-        if not all(name in split for row in self.rows for run in row.finished for split in _metrics(run)):
+        results = [run.result for row in self.rows for run in row.runs if run.result is not None]
+        if not all(name in result.validation and name in result.test for result in results):
             raise GrowpruneError(f"not all results have the metric {name!r}. Compare runs of one task only")
         dense = reference(self.rows)
         length = self.budget.get("epochs") or (None if dense is None else dense.epochs)
@@ -148,14 +148,14 @@ class Comparison:
         shares = {name: "-" if (mean := row.mean(name)) is None else f"{mean:.3f}" for name in SHARES}
         memory, seconds = row.values("peak_bytes"), row.mean("seconds")
         gaps = [
-            "" if gap is None else _plus_minus(gap.mean, gap.standard_error, places, "+")
+            "" if gap is None else plus_minus(gap.mean, gap.standard_error, places, "+")
             for gap in (self.minus_baseline(row), self.minus_dense(row))
         ]
         states = [run.status for run in row.runs]
         missing = [f"{n} {status}" for status in ("failed", "unfinished", "damaged") if (n := states.count(status))]
         quality = (
             *(row.name, sparsity, "-" if epochs is None else f"{epochs:g}"),
-            *(_plus_minus(test.mean, test.deviation, places), shares["inference_flops"], *gaps),
+            *(plus_minus(test.mean, test.deviation, places), shares["inference_flops"], *gaps),
             ", ".join([str(states.count("finished")), *missing]),
         )
         cost = (
@@ -237,13 +237,3 @@ class Comparison:
             lines += ["", "| " + " | ".join(TUNING_HEAD) + " |", "|---|---|" + "---:|" * (len(TUNING_HEAD) - 2)]
             lines += ["| " + " | ".join(cells_of(tuning)) + " |" for tuning in self.tunings]
         return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.errors])]) + "\n"
-
-
-def _metrics(run: Record) -> tuple[Mapping[str, float], ...]:
-    return () if run.result is None else (run.result.validation, run.result.test)
-
-
-def _plus_minus(mean: float | None, spread: float | None, places: int, sign: str = "") -> str:
-    if mean is None or math.isnan(mean):
-        return "-" if mean is None else "nan"
-    return f"{mean:{sign}.{places}f}" + ("" if spread is None else f" ± {spread:.{places}f}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -26,15 +24,14 @@ from growprune.compare.rows import (
     cut_as_usual,
     make_small,
     num_epochs,
-    num_iterations_per_epoch,
     parse_grid,
     parse_rows,
     parts_of,
     points_of,
-    shape_of,
     spend,
 )
-from growprune.engine.override import absolute, digests, override, parse_settings
+from growprune.engine.folder import holding
+from growprune.engine.override import absolute, digests, override, parse_settings, with_places
 from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.errors import GrowpruneError
 from growprune.files import disk
@@ -48,6 +45,8 @@ from growprune.runs.table import FAILED, check, check_rows, deciding, rows_of, s
 Number = TypeVar("Number", int, float)
 Cell = tuple[str, float]
 """A line of the table: the name of its row, and its sparsity."""
+Settled = tuple[Row, float, Point, Recipe, dict[str, str], float]
+"""A run without its seed: row, sparsity, point, recipe, the settings that make it, and epochs."""
 
 OWN = ("method", "options", "sparsity", "allocation", "seed")
 """Fields of the recipe that belong to rows and runs. `--set` cannot change them."""
@@ -107,13 +106,7 @@ class Request:
         if out is None:
             raise GrowpruneError("--out is missing. Give a folder for the runs, such as --out runs/comparison")
         source, found = recipes[0], find(recipes[0])
-        given = parse_settings([*settings])
-        if data:
-            if not found.task.reads_files:
-                raise GrowpruneError(f"--data is not used by the task of {source}; got {data}. Leave it out")
-            given["task.data"] = str(Path(data).resolve())
-        if given.get("weights"):
-            given["weights"] = str(Path(given["weights"]).resolve())
+        given = with_places(parse_settings(settings), found, data)
         for key in given:
             if key.partition(".")[0] in OWN:
                 raise GrowpruneError(
@@ -129,7 +122,7 @@ class Request:
         if grid and not base.task.has_validation_data:
             name = type(base.task).__name__
             raise GrowpruneError(f"--tune needs validation data, but the task {name} has none. Leave --tune out")
-        per_epoch = num_iterations_per_epoch(base)
+        per_epoch = base.num_iterations_per_epoch()
         length = epochs or num_epochs(base, per_epoch)
         if length != int(length) or length < 1:
             raise GrowpruneError(f"epochs must be an integer >= 1, but {source} has {length:g}. Give --epochs")
@@ -147,16 +140,8 @@ class Request:
         self._check_terms()
         with writing_to(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.out, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with holding(self.out, 0, "by another growprune compare. Wait for it, or choose another --out"):
             yield
-        except BlockingIOError as error:
-            raise GrowpruneError(
-                f"{self.out} is in use by another growprune compare. Wait for it, or choose another --out"
-            ) from error
-        finally:
-            os.close(descriptor)
 
     # The runs
 
@@ -168,7 +153,8 @@ class Request:
         """
         jobs = []
         source = absolute(self.source)
-        settled = [made for row in self.rows for s in self._sparsities_of(row) for made in self._settle(row, s)]
+        cells = [(row, s) for row in self.rows for s in (self.sparsities if row.takes_sparsity else [0.0])]
+        settled = [made for cell in cells for made in self._settle(*cell)]
         files = {row.source: digests(source, row.source) for row in self.rows}
         for seed in self.seeds:
             for row, sparsity, point, recipe, settings, epochs in settled:
@@ -176,9 +162,6 @@ class Request:
                 made, whole = replace(recipe, seed=seed), {**settings, "seed": str(seed)}
                 jobs.append(Job(row, sparsity, point, seed, epochs, made, source, whole, files[row.source], folder))
         return jobs
-
-    def _sparsities_of(self, row: Row) -> Sequence[float]:
-        return self.sparsities if row.takes_sparsity else [0.0]
 
     def jobs(self) -> list[Job]:
         """Every run that is known so far. Raise if runs would not be comparable, or if a folder has another run.
@@ -208,14 +191,14 @@ class Request:
         again = f"{said} changed since these runs: {len(changed)} run again. The old ones are in {place}"
         return [again] if changed else []
 
-    def _settle(self, row: Row, sparsity: float) -> list[tuple[Row, float, Point, Recipe, dict[str, str], float]]:
+    def _settle(self, row: Row, sparsity: float) -> list[Settled]:
         """The recipe of a row at each point of the grid, the settings that make it, and its number of epochs."""
         own = {"method": row.source, "options": "{}", "sparsity": repr(0.0 if row.equal else sparsity)}
         own |= {"allocation": row.allocation} if row.allocation and row.takes_sparsity else {}
         known = own_options(row.method)
         own |= {_place(row, key, known): value for key, value in row.settings}
         points = points_of(self.grid, row, override(self.base, own)) if self.grid else [Point()]
-        settled: dict[str, tuple[Row, float, Point, Recipe, dict[str, str], float]] = {}
+        settled: dict[str, Settled] = {}
         for point in points:
             try:
                 if both := [key for key, _ in point.settings if key in own]:
@@ -272,12 +255,12 @@ class Request:
     @functools.cached_property
     def _model(self) -> nn.Module:
         """The model of the task, without values."""
-        return shape_of(self.base)
+        return self.base.shapes()
 
     def _per_epoch(self, recipe: Recipe) -> int:
         """Iterations per epoch of a row. Data is read again only if the row has a task of its own."""
         is_same = (recipe.task, recipe.accumulate) == (self.base.task, self.base.accumulate)
-        return self.iterations_per_epoch if is_same else num_iterations_per_epoch(recipe)
+        return self.iterations_per_epoch if is_same else recipe.num_iterations_per_epoch()
 
     # Tuning
 
@@ -336,13 +319,15 @@ class Request:
 
     def table(self, jobs: Sequence[Job]) -> Comparison:
         """The table of the runs so far, with the rows that earlier calls left in the same folder."""
-        planned = [self._planned(job) for job in jobs]
+        planned = []
+        for job in jobs:
+            run = job.read()
+            planned.append(replace(run, recipe=describe(job.recipe), origin={"row": job.row.name, **run.origin}))
         found = without_tried([*planned, *self._earlier()])
         rows = rows_of(found, self.allow)
         check_rows(rows, self.allow, with_epochs=self._is_equal)
         most = self.budget.max_epochs
-        capped = [job for job in jobs if job.epochs >= most and self.budget.kind == "flops"]
-        capped_rows = dict.fromkeys(f"{job.row.name} {in_full(job.sparsity)}" for job in capped)
+        capped = [job.cell for job in jobs if job.epochs >= most and self.budget.kind == "flops"]
         return Comparison(
             rows,
             base=self.source,
@@ -351,13 +336,9 @@ class Request:
             remarks=[
                 f"budget: {self.budget}",
                 *self._check_terms(),
-                *(f"{name} is capped at {most} epochs" for name in capped_rows),
+                *(f"{row} {in_full(sparsity)} is capped at {most} epochs" for row, sparsity in dict.fromkeys(capped)),
             ],
         )
-
-    def _planned(self, job: Job) -> Record:
-        run = job.read()
-        return replace(run, recipe=describe(job.recipe), origin={"row": job.row.name, **run.origin})
 
     def _earlier(self) -> list[Record]:
         """The runs of earlier calls in the same folder that are not among those of this call."""

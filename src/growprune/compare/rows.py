@@ -10,6 +10,7 @@ import bisect
 import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -87,23 +88,27 @@ def parse_rows(text: str, *, with_controls: bool = False) -> list[Row]:
     >>> [row.name for row in parse_rows("dense,rigl,gmp:uniform until=0.5")]
     ['dense', 'rigl:erk', 'gmp:uniform until=0.5']
     """
-    texts = [part.strip() for part in split(text)]
-    texts = [name for part in texts for name in (METHODS if part == "all" else (part,)) if name]
-    rows = list(dict.fromkeys(map(_parse, dict.fromkeys(texts))))
-    if with_controls:
-        rows = list(dict.fromkeys(each for row in rows for each in _and_controls(row)))
+    parts = [part.strip() for part in split(text)]
+    texts = dict.fromkeys(name for part in parts for name in (METHODS if part == "all" else (part,)) if name)
+    rows = []
+    for row in map(_parse, texts):
+        rows.append(row)
+        control = declaration_of(row.method).control if with_controls else None
+        if control is not None and control not in dict(row.settings):
+            rows += [replace(row, settings=(*row.settings, (control, kind))) for kind in CONTROLS]
     if not rows:
         raise GrowpruneError(f"--methods must be one or more rows, such as dense,rigl:erk,gmp, got {text!r}")
-    _check_names(rows)
+    rows = list(dict.fromkeys(rows))
+    folders: dict[str, Row] = {}
+    for row in rows:
+        if len(row.folder) > LONGEST:
+            raise GrowpruneError(
+                f"the row {shorten(row.name, 100)!r} has a name of {len(row.folder)} characters, but folder names can "
+                f"have {LONGEST}. Leave options out, or write a method with these options as defaults"
+            )
+        if (other := folders.setdefault(row.folder, row)) != row:
+            raise GrowpruneError(f"the rows {other.name!r} and {row.name!r} would share a folder. Give different names")
     return rows
-
-
-def _and_controls(row: Row) -> list[Row]:
-    """A row and its controls, if its method has any: the same method without growing."""
-    control = declaration_of(row.method).control
-    if control is None or control in dict(row.settings):
-        return [row]
-    return [row, *(replace(row, settings=(*row.settings, (control, kind))) for kind in CONTROLS)]
 
 
 def split(text: str) -> list[str]:
@@ -119,65 +124,35 @@ def split(text: str) -> list[str]:
 
 
 def _parse(text: str) -> Row:
-    head, *words = _words(text)
+    """Parse a row: rigl, rigl:erk, path.py:function, path.py:function:erk or small_dense:flops, and key=value pairs."""
+    path, colon, rest = text.rpartition(".py:")  # a path may have spaces
+    head, *words = f"{colon}{rest}".split()
+    head = path + head
     for word in words:
         if word.find("=") < 1:
             raise GrowpruneError(f"the row {text!r} must be a method and key=value pairs, got {word!r}")
     settings = tuple((key, value) for key, _, value in (word.partition("=") for word in words))
-    _check_keys(text, [key for key, _ in settings])
-    if head.partition(":")[0] == SMALL_DENSE:
-        return Row(DENSE, dense, "", settings, _parse_equal(head))
-    return _parse_method(head, settings)
-
-
-def _parse_equal(head: str) -> str:
-    """Parse small_dense or small_dense:flops."""
-    equal = head.partition(":")[2] or EQUAL[0]
-    if equal not in EQUAL:
-        known = " or ".join(f"{SMALL_DENSE}:{each}" for each in EQUAL)
-        raise GrowpruneError(f"the row must be {known}, got {head!r}")
-    return equal
-
-
-def _words(text: str) -> list[str]:
-    """Split at spaces, except in the path of a file."""
-    path, colon, rest = text.rpartition(".py:")
-    head, *words = f"{colon}{rest}".split()
-    return [path + head, *words]
-
-
-def _check_keys(text: str, keys: Sequence[str]) -> None:
+    keys = [key for key, _ in settings]
     for key in keys:
         if (field := key.partition(".")[0]) in ELSEWHERE:
             raise GrowpruneError(f"the row {text!r} cannot set {key}. Give it {ELSEWHERE[field]}")
         if keys.count(key) > 1:
             raise GrowpruneError(f"the row {text!r} has {key} twice. Leave one of them out")
-
-
-def _parse_method(head: str, settings: tuple[tuple[str, str], ...]) -> Row:
-    """Parse rigl, rigl:erk, path.py:function or path.py:function:erk."""
+    if head.partition(":")[0] == SMALL_DENSE:
+        if (equal := head.partition(":")[2] or EQUAL[0]) not in EQUAL:
+            known = " or ".join(f"{SMALL_DENSE}:{each}" for each in EQUAL)
+            raise GrowpruneError(f"the row must be {known}, got {head!r}")
+        return Row(DENSE, dense, "", settings, equal)
     source, colon, allocation = head.rpartition(":")
-    if not colon or source.endswith(".py"):
-        source, allocation = head, ""
+    has_allocation = colon and not source.endswith(".py")
+    source = source if has_allocation else head
     method = find_method(source)
-    allocation = allocation if source != head else declaration_of(method).allocation
+    allocation = allocation if has_allocation else declaration_of(method).allocation
     if allocation not in ALLOCATIONS:
         raise GrowpruneError(
             f"the allocation of a row must be one of {', '.join(ALLOCATIONS)}, got {allocation!r} in {head!r}"
         )
     return Row(absolute(source) if is_source(source) else source, method, allocation, settings)
-
-
-def _check_names(rows: Sequence[Row]) -> None:
-    folders: dict[str, Row] = {}
-    for row in rows:
-        if len(row.folder) > LONGEST:
-            raise GrowpruneError(
-                f"the row {shorten(row.name, 100)!r} has a name of {len(row.folder)} characters, but folder names can "
-                f"have {LONGEST}. Leave options out, or write a method with these options as defaults"
-            )
-        if (other := folders.setdefault(row.folder, row)) != row:
-            raise GrowpruneError(f"the rows {other.name!r} and {row.name!r} would share a folder. Give different names")
 
 
 # The grid of --tune
@@ -224,26 +199,17 @@ def parse_grid(texts: Sequence[str]) -> Grid:
             raise GrowpruneError(f"--tune must be KEY=VALUE,VALUE,..., such as optimizer.lr=x1,x1.5,x2, got {text!r}")
         if key in grid:
             raise GrowpruneError(f"--tune has {key} twice. Give all its values at once, as in {key}=x1,x2")
-        grid[key] = _parse_values(text, values)
-        _check_key(key)
+        field, dot, _ = key.partition(".")
+        if field in FIXED and not (field == "options" and dot):
+            raise GrowpruneError(f"--tune {key}: a comparison cannot tune {field}; {FIXED[field]}")
+        grid[key] = found = [value.strip() for value in split(values)]
+        if not all(found):
+            raise GrowpruneError(f"--tune has an empty value, got {text!r}. Give comma-separated values")
+        if len(set(found)) < len(found):
+            raise GrowpruneError(f"--tune has a value twice, got {text!r}. Give each value once")
     if texts and math.prod(map(len, grid.values())) < 2:
         raise GrowpruneError(f"--tune needs two or more points, got one: {' '.join(texts)}. Add values")
     return grid
-
-
-def _parse_values(text: str, values: str) -> list[str]:
-    found = [value.strip() for value in split(values)]
-    if not all(found):
-        raise GrowpruneError(f"--tune has an empty value, got {text!r}. Give comma-separated values")
-    if len(set(found)) < len(found):
-        raise GrowpruneError(f"--tune has a value twice, got {text!r}. Give each value once")
-    return found
-
-
-def _check_key(key: str) -> None:
-    field, dot, _ = key.partition(".")
-    if field in FIXED and not (field == "options" and dot):
-        raise GrowpruneError(f"--tune {key}: a comparison cannot tune {field}; {FIXED[field]}")
 
 
 def points_of(grid: Grid, row: Row, recipe: Recipe) -> list[Point]:
@@ -256,7 +222,12 @@ def _value(key: str, text: str, row: Row, recipe: Recipe) -> str:
     own = _own_value(key, row, recipe)
     if not re.fullmatch(r"x[-+.\d].*", text):
         return text
-    factor = _factor(key, text)
+    try:
+        factor = float(text[1:])
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise GrowpruneError(f"--tune {key}: a factor must be x and a number > 0, such as x1.5, got {text}")
     if not is_number(own):
         raise GrowpruneError(
             f"--tune {key}={text}: {row.name} has {key}={own}, which is not a number to multiply. Give values instead"
@@ -265,22 +236,14 @@ def _value(key: str, text: str, row: Row, recipe: Recipe) -> str:
     return repr(int(product) if isinstance(own, int) and product.is_integer() else product)
 
 
-def _factor(key: str, text: str) -> float:
-    try:
-        factor = float(text[1:])
-    except ValueError:
-        factor = math.nan
-    if not 0 < factor < math.inf:
-        raise GrowpruneError(f"--tune {key}: a factor must be x and a number > 0, such as x1.5, got {text}")
-    return factor
-
-
 def _own_value(key: str, row: Row, recipe: Recipe) -> Any:
     """The value of a recipe under a dotted name. An option that is not set has the default of its method."""
     first, _, rest = key.partition(".")
     if first == "options":
         known: Any = own_options(recipe.method)
-        value = recipe.options.get(rest, _default(recipe, rest))
+        parameter = declaration_of(recipe.method).options.get(rest)
+        default = None if parameter is None or parameter.default is parameter.empty else parameter.default
+        value = recipe.options.get(rest, default)
     else:
         known, value = (), recipe
         for name in key.split("."):
@@ -293,11 +256,6 @@ def _own_value(key: str, row: Row, recipe: Recipe) -> Any:
             f"tune another setting, or leave the row out"
         )
     return value
-
-
-def _default(recipe: Recipe, option: str) -> Any:
-    parameter = declaration_of(recipe.method).options.get(option)
-    return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
 KINDS = ("epochs", "flops", "paper")
@@ -387,15 +345,9 @@ def num_epochs(recipe: Recipe, iterations_per_epoch: int, S: Partition | None = 
     return plan_length(plan, iterations_per_epoch) / iterations_per_epoch
 
 
-def shape_of(recipe: Recipe) -> nn.Module:
-    """The model of a task, without values."""
-    with torch.device("meta"):
-        return recipe.task.build_model()
-
-
 def parts_of(recipe: Recipe, model: nn.Module | None = None) -> Partition:
     """The parts of the task's model, which is built if it is not given."""
-    model = shape_of(recipe) if model is None else model
+    model = recipe.shapes() if model is None else model
     return recipe.settings.cut(model, recipe.settings.kept_dense(model)[0])
 
 
@@ -440,10 +392,6 @@ def _in_epochs(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
     return lengths
 
 
-def num_iterations_per_epoch(recipe: Recipe) -> int:
-    return math.ceil(recipe.task.num_batches() / recipe.accumulate)
-
-
 @dataclass(frozen=True)
 class Size:
     """Size of a model with all weights alive."""
@@ -469,38 +417,18 @@ def make_small(recipe: Recipe, sparsity: float, equal: str) -> Recipe:
         )
     full = size_of(recipe, recipe.task)
     density = 1 - sparsity
-    target, of = density * full.weights, _weights
-    if equal == "flops":
-        target, of = full.flops.at(dict.fromkeys(full.names, density)), _flops
-    task, size = _nearest(recipe, target, of)
+    of = operator.attrgetter("flops.dense" if equal == "flops" else "weights")
+    target = full.flops.at(dict.fromkeys(full.names, density)) if equal == "flops" else density * full.weights
+    tasks = recipe.task.narrower()
+    size_at = functools.cache(lambda index: size_of(recipe, tasks[index]))
+    above = bisect.bisect_left(range(len(tasks) - 1), target, key=lambda index: of(size_at(index)))
+    nearest_index = min((max(0, above - 1), above), key=lambda index: abs(of(size_at(index)) - target))
+    task, size = tasks[nearest_index], size_at(nearest_index)  # of two equally near, the narrower
     small = {"equal": equal, "sparsity": sparsity, "task": changed(recipe.task, task), "of": changed(task, recipe.task)}
     shares = {"weights": size.weights / full.weights, "flops": size.flops.dense / full.flops.dense}
     small |= {"target": target / of(full), **shares}
     # a pattern of blocks, which may not fit the narrow layers, means nothing to a dense model
     return replace(recipe, task=task, pattern="unstructured", options={**recipe.options, "small": small})
-
-
-def _weights(size: Size) -> int:
-    return size.weights
-
-
-def _flops(size: Size) -> int:
-    return size.flops.dense
-
-
-def _nearest(recipe: Recipe, target: float, of: Callable[[Size], int]) -> tuple[Task, Size]:
-    """The task whose size is nearest to a target. Of two equally near, the narrower."""
-    tasks = recipe.task.narrower()
-    sizes: dict[int, Size] = {}
-
-    def measured(index: int) -> int:
-        if index not in sizes:
-            sizes[index] = size_of(recipe, tasks[index])
-        return of(sizes[index])
-
-    above = bisect.bisect_left(range(len(tasks) - 1), target, key=measured)
-    best = min((max(0, above - 1), above), key=lambda index: abs(measured(index) - target))
-    return tasks[best], sizes[best]
 
 
 def size_of(recipe: Recipe, task: Task) -> Size:

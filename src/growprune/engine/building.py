@@ -34,19 +34,16 @@ def choose_device(name: str) -> torch.device:
         raise GrowpruneError(f"device is {name!r}, but torch finds no CUDA device. Use device=cpu or device=auto")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type == "cuda":
-        if device.index is not None:
-            _make_current(device)
+        if device.index is not None:  # streams, events and graphs use the current device
+            if device.index >= (count := torch.cuda.device_count()):
+                raise GrowpruneError(
+                    f"device must be one of cuda:0 to cuda:{count - 1} on this machine, got '{device}'"
+                )
+            torch.cuda.set_device(device)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
     return device
-
-
-def _make_current(device: torch.device) -> None:
-    """Make the training device the current one, because streams, events and graphs use the current device."""
-    if device.index >= (count := torch.cuda.device_count()):
-        raise GrowpruneError(f"device must be one of cuda:0 to cuda:{count - 1} on this machine, got '{device}'")
-    torch.cuda.set_device(device)
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -146,20 +143,15 @@ def shard(sparse: SparseModel, recipe: Recipe, mesh: Mesh, device: torch.device)
     """Shard a model over the replicas of this process group, if the recipe asks for it and there are several."""
     if recipe.shard == "none" or mesh.data_group is None:
         return
-    check_shardable(sparse.model)
+    for name, module in sparse.model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):  # whose statistics cannot be shared
+            raise GrowpruneError(
+                f"shard='fsdp' does not support BatchNorm, but {name} is one. Use replicas instead (shard='none')"
+            )
     from torch.distributed.device_mesh import DeviceMesh  # FSDP2 takes a second to load
 
     with mesh.waiting("sharding the model"):
         sparse.shard(DeviceMesh.from_group(mesh.data_group, device.type))
-
-
-def check_shardable(model: torch.nn.Module) -> None:
-    """Raise if a model has BatchNorm layers, whose statistics a sharded recipe cannot share."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            raise GrowpruneError(
-                f"shard='fsdp' does not support BatchNorm, but {name} is one. Use replicas instead (shard='none')"
-            )
 
 
 def about_weights(recipe: Recipe) -> dict[str, str] | None:

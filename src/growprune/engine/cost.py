@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,9 +72,7 @@ class Estimate:
 
 def estimate(recipe: Recipe) -> Estimate:
     """Estimate the cost of a recipe from shapes alone. Only a plan in iterations needs the data, to count them."""
-    per_epoch = 1
-    if recipe.counts_iterations:
-        per_epoch = math.ceil(recipe.task.num_batches() / recipe.accumulate)
+    per_epoch = recipe.num_iterations_per_epoch() if recipe.counts_iterations else 1
     model = recipe.shapes()
     with torch.device("meta" if recipe.task.initialises_modules else "cpu"):
         example = recipe.task.example()

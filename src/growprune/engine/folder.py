@@ -86,7 +86,10 @@ class RunFolder:
             whose = "this" if same else "another"
             remedy = f"Resume it with {self.how_to_resume()}, or choose" if same else "Choose"
             raise HoldsRun(f"{self.path} already has a run of {whose} recipe. {remedy} another --out")
-        if self.path.exists() and (not self.path.is_dir() or any(map(_is_of_others, self.path.iterdir()))):
+        # a run killed at its start may have left a temporary file
+        if self.path.exists() and (
+            not self.path.is_dir() or any(not path.name.startswith(".recipe.json.") for path in self.path.iterdir())
+        ):
             raise GrowpruneError(f"--out must be a new or empty folder, but {self.path} exists. Choose another --out")
 
     @contextlib.contextmanager
@@ -95,15 +98,10 @@ class RunFolder:
         if self.rank:
             yield
             return
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            if not _lock(descriptor, PATIENCE):
-                raise GrowpruneError(f"{self.path} is in use by another process. Wait for it, or stop it first")
+        with holding(self.path, PATIENCE, "by another process. Wait for it, or stop it first"):
             for folder in (self.path, self.checkpoints, *self.checkpoints.glob("branches/*")):
                 disk.remove_leftovers(folder)
             yield
-        finally:
-            os.close(descriptor)
 
     def make(self) -> None:
         """Make the folder if it does not exist, so that it can be locked."""
@@ -246,11 +244,6 @@ def parts_of(plan: Plan) -> dict[str, list[str]]:
     return {part.name: list(part.tensors) for part in plan.partition}
 
 
-def _is_of_others(path: Path) -> bool:
-    """True for files that are not leftovers of a run killed at its start."""
-    return not path.name.startswith(".recipe.json.")
-
-
 def _lock(descriptor: int, patience: float) -> bool:
     """Take the lock and return True, or False after some seconds. Workers of a killed process may still hold it."""
     deadline = time.monotonic() + patience
@@ -265,6 +258,18 @@ def _lock(descriptor: int, patience: float) -> bool:
             return True
         else:
             return True
+
+
+@contextlib.contextmanager
+def holding(path: Path, patience: float, who: str) -> Iterator[None]:
+    """Hold the lock of a folder. The error says by whom it is in use, and what to do."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if not _lock(descriptor, patience):
+            raise GrowpruneError(f"{path} is in use {who}")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_in_use(path: Path) -> bool:
@@ -282,16 +287,11 @@ def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
     """Raise if a run was started with another recipe. The error names the first field that differs."""
     given, stored = fields_of(recipe), flat(folder.read_recipe()["recipe"])
     for name in [name for name in {**given, **stored} if name not in MAY_CHANGE]:
-        if name not in given:
+        if name not in given or name not in stored or stored[name] != given[name]:
+            began = f"with {name}={_short(stored[name])}" if name in stored else f"without {name}"
+            now = _short(given[name]) if name in given else f"no {name}"
             raise GrowpruneError(
-                f"{folder.path} was started with {name}={_short(stored[name])}, but the recipe has no {name} now. "
-                f"Restore it, or start a new run"
-            )
-        if name not in stored or stored[name] != given[name]:
-            with_what = f"with {name}={_short(stored[name])}" if name in stored else f"without {name}"
-            raise GrowpruneError(
-                f"{folder.path} was started {with_what}, but the recipe has {_short(given[name])} now. Restore it, or "
-                f"start a new run"
+                f"{folder.path} was started {began}, but the recipe has {now} now. Restore it, or start a new run"
             )
 
 

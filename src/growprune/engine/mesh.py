@@ -38,7 +38,12 @@ def join(device: torch.device, timeout_seconds: float) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         wait = timedelta(seconds=timeout_seconds)
         backend = take_a_gpu(device) if device.type == "cuda" else "gloo"
-        store, rank, world = _find_store(wait)
+        try:
+            store, rank, world = next(rendezvous("env://", timeout=wait))
+        except (dist.DistError, dist.DistNetworkError, dist.DistStoreError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            why = f"({reason_of(error)}). Use a free port on a machine that all others can reach"
+            raise PeerFailed(f"cannot connect to {where} {why}") from error
         fresh = PrefixStore(_meeting_name(store, rank, world, timeout_seconds), store)
         dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=wait)
         atexit.register(leave)
@@ -53,18 +58,6 @@ def take_a_gpu(device: torch.device) -> str:
     else:  # the recipe names one, for all processes of this machine
         gpus = 1
     return "nccl" if processes <= gpus else "gloo"
-
-
-def _find_store(wait: timedelta) -> tuple[Any, int, int]:
-    """The store that all processes share, the rank of this one, and how many there are."""
-    try:
-        store, rank, world = next(rendezvous("env://", timeout=wait))
-    except (dist.DistError, dist.DistNetworkError, dist.DistStoreError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise PeerFailed(
-            f"cannot connect to {where} ({reason_of(error)}). Use a free port on a machine that all others can reach"
-        ) from error
-    return store, rank, world
 
 
 def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> str:

@@ -169,7 +169,7 @@ class Exploration:
         self._sparse, self._folder, self._is_on, self._is_writer = sparse, folder, is_on, is_writer
         self._ever: Tensor | None = None
         self._dead: Tensor | None = None
-        """Weights that were dead at some time in training. None if a checkpoint does not know it."""
+        """Weights that were dead at some time in training."""
         self._before: Tensor | None = None
         self.figures: dict[str, float | None] = {}
         """`explored`, `churn` and `grown` after the last edits. The churn of the first phase is None."""
@@ -179,32 +179,30 @@ class Exploration:
         if not self._is_on:
             return
         live = pack_masks(self._sparse)
-        if self._ever is None:
+        if self._ever is None or self._dead is None:
             self._ever, self._dead = torch.zeros_like(live), torch.zeros_like(live)
         explored = self._ever | live if scheduled.phase.is_trained else self._ever
         churn = None if self._before is None else _distance(live, self._before)
-        self.figures = {"explored": kernels.count_bits(explored) / max(1, self._sparse.num_prunable), "churn": churn}
-        self.figures["grown"] = self._grown(live)
+        self.figures = {**self._shares(explored, self._dead, live), "churn": churn}
         if scheduled.branch is None:
             self._ever, self._before = explored, live
-            if self._dead is not None and scheduled.phase.is_trained:
+            if scheduled.phase.is_trained:
                 self._dead = self._dead | ~live
         elif self._is_writer:
             _write(self._folder.explored(scheduled.stage, scheduled.branch), explored)
 
     def look_again(self) -> None:
         """Record the masks within a phase, because its rule may have changed them. Branches are skipped."""
-        if self._is_on and self._ever is not None:
+        if self._is_on and self._ever is not None and self._dead is not None:
             live = pack_masks(self._sparse)
             self._ever = self._ever | live
-            self.figures["explored"] = kernels.count_bits(self._ever) / max(1, self._sparse.num_prunable)
-            self.figures["grown"] = self._grown(live)
-            if self._dead is not None:
-                self._dead = self._dead | ~live
+            self.figures |= self._shares(self._ever, self._dead, live)
+            self._dead = self._dead | ~live
 
-    def _grown(self, live: Tensor) -> float | None:
-        """The share of live weights that were dead at some time in training."""
-        return None if self._dead is None else kernels.count_bits(live & self._dead) / max(1, kernels.count_bits(live))
+    def _shares(self, explored: Tensor, dead: Tensor, live: Tensor) -> dict[str, float]:
+        """The share of weights that were explored, and of live weights that were dead at some time in training."""
+        grown = kernels.count_bits(live & dead) / max(1, kernels.count_bits(live))
+        return {"explored": kernels.count_bits(explored) / max(1, self._sparse.num_prunable), "grown": grown}
 
     def combine(self, stage: int, num_branches: int) -> None:
         """At the end of a fork, add what its branches explored."""
@@ -222,7 +220,7 @@ class Exploration:
         self._is_on = self._is_on and bool(state)
         if self._is_on:
             self._ever, self._before, self.figures = state["ever"], state["before"], dict(state["figures"])
-            self._dead = state.get("dead")  # not in checkpoints of before
+            self._dead = state["dead"]
 
 
 def pack_masks(sparse: SparseModel) -> Tensor:
@@ -312,7 +310,7 @@ class Evaluation:
         return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
 
     def validate(self, row: dict[str, Any], *, is_phase_end: bool) -> None:
-        """Add the validation metrics to the row of an epoch, and consider the model as the best.
+        """Add the validation metrics to the row of an epoch, and keep the model if it is the best at its target.
 
         Args:
             is_phase_end: True if the phase ends with this epoch.
@@ -321,17 +319,14 @@ class Evaluation:
         if row["branch"] is None and self._recipe.sparsity > 0:
             # of weights that all live, a rule may have made as many zeros as are asked for
             is_sparse_by_rule = row.get("rule", {}).get("sparsity", 0.0) >= self._recipe.sparsity
-            self._consider(row, is_candidate_due=is_phase_end or is_sparse_by_rule)
-
-    def _consider(self, row: dict[str, Any], *, is_candidate_due: bool) -> None:
-        """Keep the best model at the target sparsity: the model itself, or the model pruned to it now."""
-        where = {name: row[name] for name in ("stage", "epoch")}
-        if self._sparse.is_at_target:
-            self._best.consider(self._sparse, row["validation"], **where)
-        elif self._recipe.candidates and is_candidate_due and self._sparse.can_be_pruned:
-            with self._sparse.pruned():
-                row["candidate"] = self.evaluate("validation")
-                self._best.consider(self._sparse, row["candidate"], **where)
+            is_candidate_due = self._recipe.candidates and (is_phase_end or is_sparse_by_rule)
+            where = {name: row[name] for name in ("stage", "epoch")}
+            if self._sparse.is_at_target:
+                self._best.consider(self._sparse, row["validation"], **where)
+            elif is_candidate_due and self._sparse.can_be_pruned:  # then as it would be if pruned to it now
+                with self._sparse.pruned():
+                    row["candidate"] = self.evaluate("validation")
+                    self._best.consider(self._sparse, row["candidate"], **where)
 
     def best_tested(self) -> dict[str, Any] | None:
         """Test metrics of the best model by validation data. Its weights replace those of the current model."""
@@ -376,14 +371,9 @@ class Events:
         """Log why the run ends, for readers of the folder: as interrupted by Ctrl-C, or as failed."""
         entry: Event = {"event": "interrupted"}
         if not isinstance(error, KeyboardInterrupt):
-            entry = {"event": "failed", "message": last_line(error)}
+            says_all = isinstance(error, GrowpruneError | TrainingDiverged | PeerFailed)
+            text = str(error) if says_all else traceback.format_exception_only(error)[-1]  # the last line
+            entry = {"event": "failed", "message": shorten(" ".join(text.split()), 1000)}
         for tell in (self._folder.append, *self._listeners):
             with contextlib.suppress(Exception):  # the disk may be full, or a listener may be what failed
                 tell(entry)
-
-
-def last_line(error: BaseException) -> str:
-    """The message of an error of ours, or the last line of its traceback."""
-    says_all = isinstance(error, GrowpruneError | TrainingDiverged | PeerFailed)
-    text = str(error) if says_all else traceback.format_exception_only(error)[-1]
-    return shorten(" ".join(text.split()), 1000)

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -139,7 +139,7 @@ def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
         if path == ["options"]:
             recipe = _with_all_options(recipe, text)
         elif path[0] == "options":
-            recipe = _with_options(recipe, _option(recipe, path[1:], text, key))
+            recipe = _with_option(recipe, path[1:], text, key)
         elif path == ["parts"]:
             recipe = replace(recipe, parts=int(text) if text.isdecimal() else text)
         elif key != "method":
@@ -148,12 +148,23 @@ def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
     return changed
 
 
-def parse_settings(texts: list[str]) -> dict[str, str]:
+def parse_settings(texts: Sequence[str]) -> dict[str, str]:
     """Parse settings: ["a=1", "b.c=x"] -> {"a": "1", "b.c": "x"}"""
     for text in texts:
         if "=" not in text:
             raise GrowpruneError(f"--set must be KEY=VALUE, such as sparsity=0.8, got {text!r}")
     return {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in texts)}
+
+
+def with_places(settings: Mapping[str, str], recipe: Recipe, data: str = "") -> dict[str, str]:
+    """Add `--data` to settings. Paths become absolute, so that a run can be resumed from any folder."""
+    if data and not recipe.task.reads_files:
+        raise GrowpruneError(
+            f"--data is not used by the task {type(recipe.task).__name__}, which reads no files; got {data}. "
+            f"Leave --data out"
+        )
+    paths = {"weights": settings.get("weights"), "task.data": data}
+    return {**settings, **{name: str(Path(path).resolve()) for name, path in paths.items() if path}}
 
 
 def _with_method(recipe: Recipe, name: str) -> Recipe:
@@ -220,25 +231,19 @@ def _with_all_options(recipe: Recipe, text: str) -> Recipe:
         )
     recipe = replace(recipe, options={})
     for name, value in wanted.items():
-        option = _option(recipe, [name], value if isinstance(value, str) else json.dumps(value), f"options.{name}")
-        recipe = _with_options(recipe, option)
+        text = value if isinstance(value, str) else json.dumps(value)
+        recipe = _with_option(recipe, [name], text, f"options.{name}")
     return recipe
 
 
-def _with_options(recipe: Recipe, changed: Mapping[str, Any]) -> Recipe:
-    kept = dict(recipe.options)
-    for one, other in (("epochs", "iterations"), ("iterations", "epochs")):
-        if recipe.counts_iterations and one in changed:  # two ways to say how long
-            kept.pop(other, None)
-    return replace(recipe, options={**kept, **changed})
-
-
-def _option(recipe: Recipe, path: list[str], text: str, key: str) -> dict[str, Any]:
-    method = recipe.method
+def _with_option(recipe: Recipe, path: list[str], text: str, key: str) -> Recipe:
+    method, options = recipe.method, dict(recipe.options)
     if len(path) != 1 or path[0] not in [*declaration_of(method).options, *own_options(method)]:
         known = ", ".join(f"options.{name}" for name in own_options(method))
         raise GrowpruneError(f"--set {key}: unknown option of {method.__name__}. Options are: {known or 'none'}")
-    return {path[0]: convert(text, _type_of_option(recipe, path[0]), key)}
+    if recipe.counts_iterations and path[0] in ("epochs", "iterations"):  # two ways to say how long
+        options = {name: value for name, value in options.items() if name not in ("epochs", "iterations")}
+    return replace(recipe, options={**options, path[0]: convert(text, _type_of_option(recipe, path[0]), key)})
 
 
 def _type_of_option(recipe: Recipe, name: str) -> Any:

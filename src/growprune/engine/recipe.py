@@ -135,16 +135,14 @@ class LRSchedule:
             return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
         # 3) steps down
         if self.shape == "step":
-            return max(self.floor, self.gamma ** self._num_drops(iteration, total, per_epoch))
+            drops = sum(iteration >= milestone * total for milestone in self.milestones)
+            if self.every_epochs:
+                drops = int(iteration / (self.every_epochs * per_epoch))
+            return max(self.floor, self.gamma**drops)
         # 4) the inverse square root of the iteration, 1 where the warm-up ends
         if self.shape == "inverse_sqrt":
             return math.sqrt(max(1, warmup) / (iteration + 1))
         return 1.0
-
-    def _num_drops(self, iteration: int, total: int, per_epoch: int) -> int:
-        if self.every_epochs:
-            return int(iteration / (self.every_epochs * per_epoch))
-        return sum(iteration >= milestone * total for milestone in self.milestones)
 
 
 def require(holds: bool, name: str, value: object, must: str) -> None:
@@ -308,6 +306,10 @@ class Recipe:
     def counts_iterations(self) -> bool:
         """True if the method takes iterations. The length of its plan in epochs then depends on the data."""
         return declaration_of(self.method).length == "iterations"
+
+    def num_iterations_per_epoch(self) -> int:
+        """Iterations per epoch. Looks at the data."""
+        return math.ceil(self.task.num_batches() / self.accumulate)
 
     def plan(self, model: nn.Module, iterations_per_epoch: int = 0) -> Plan:
         """The recipe's plan for a model."""

@@ -58,26 +58,21 @@ class Logs:
         self._rows: StandingRows | None = None
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        if not self._writers:
-            return
         if self._rows is None:
             self._rows = StandingRows(read_events(self._folder))
         row = self._rows.take(event)
-        if row is not None or (event["event"] in ENDS and self._rows.is_stale):
-            self._write(self._rows, row)
+        is_end = event["event"] in ENDS
+        if row is not None or (is_end and self._rows.is_stale):
+            for writer in self._writers:
+                if self._rows.is_stale:
+                    writer.rewrite(self._rows)
+                elif row is not None:
+                    writer.append(row)
+            self._rows.is_stale = False
         if event["event"] == "combined":  # branches that other processes have trained are in their logs
             self._rows = None
-        if event["event"] in ENDS:
-            for writer in self._writers:
-                writer.close()
-
-    def _write(self, rows: StandingRows, row: Row | None) -> None:
-        for writer in self._writers:
-            if rows.is_stale:
-                writer.rewrite(rows)
-            elif row is not None:
-                writer.append(row)
-        rows.is_stale = False
+        for writer in self._writers if is_end else ():
+            writer.close()
 
 
 def check_names(names: Sequence[str]) -> None:

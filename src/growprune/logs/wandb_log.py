@@ -33,18 +33,15 @@ class Writer:
     def rewrite(self, rows: Iterable[Row]) -> None:
         self._open()
         logged = {tuple(key) for key in self._about["logged"]}
-        self._log([row for row in rows if _key(row) not in logged])
-
-    def append(self, row: Row) -> None:
-        self.rewrite([row])
-
-    def _log(self, rows: list[Row]) -> None:
-        for row in rows:
+        for row in [row for row in rows if _key(row) not in logged]:
             below = "" if row.branch is None else f"branch-{row.branch}/"
             shown = {name: value for name, value in row.figures.items() if value is not None and name not in NOT_SHOWN}
             self._run.log({name if name == STEP else below + name: value for name, value in shown.items()})
-        self._about["logged"] += map(_key, rows)
+            self._about["logged"].append(_key(row))
         self._write()
+
+    def append(self, row: Row) -> None:
+        self.rewrite([row])
 
     def _open(self) -> None:
         """Start the run in W&B, or continue it."""

@@ -72,14 +72,8 @@ def tiny() -> Recipe:
 
 
 RECIPES = {
-    "digits/dense": dense,
-    "digits/cyclic-90": cyclic_90,
-    "digits/cyclic-90-global": cyclic_90_global,
-    "digits/gradual-90": gradual_90,
-    "digits/parallel-90": parallel_90,
-    "digits/random-90": random_90,
-    "digits/one-shot-90": one_shot_90,
-    "digits/tiny": tiny,
+    f"digits/{recipe.__name__.replace('_', '-')}": recipe
+    for recipe in (dense, cyclic_90, cyclic_90_global, gradual_90, parallel_90, random_90, one_shot_90, tiny)
 }
 
 MEASURED: dict[str, str] = {}

@@ -127,7 +127,12 @@ Row = str | tuple[str, Make]
 """The claim of the paper for a row, and how to make it from a study, unless its name says that."""
 
 
-VARIANTS: dict[str, Mapping[str, Any]] = {"": {}, "kappa1": {"parts": contiguous(1)}, "1x8": {"pattern": "1x8"}}
+VARIANTS: dict[str, Mapping[str, Any]] = {
+    "": {},
+    "kappa1": {"parts": contiguous(1)},
+    "1x8": {"pattern": "1x8"},
+    "sparse-fc": {"keep_dense": ("conv1",)},
+}
 """Changes to the recipe by the suffix of a row's name."""
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 from growprune.report.charts import Value, inference_flops, training_flops
 from growprune.report.groups import Group
 from growprune.runs import Record
 from growprune.runs.record import in_full, say_small
-from growprune.runs.result import decimals, scaled
+from growprune.runs.result import decimals, plus_minus, scaled
 from growprune.runs.table import RunRow
 
 MEANS_HEAD = (
@@ -47,11 +46,7 @@ def gap(row: RunRow, dense: RunRow | None) -> str:
     found = None if dense is None or row.is_dense else row.minus(dense)
     if found is None:
         return ""
-    if math.isnan(found.mean):
-        return "nan"
-    places = decimals(row.mean("test"))
-    error = "" if found.standard_error is None else f" ± {found.standard_error:.{places}f}"
-    return f"{found.mean:+.{places}f}{error}"
+    return plus_minus(found.mean, found.standard_error, decimals(row.mean("test")), "+")
 
 
 def _reached(row: RunRow) -> str:
@@ -71,8 +66,7 @@ def _explored(record: Record) -> float | None:
 def spread(row: RunRow) -> str:
     """The mean quality over seeds, and the standard deviation if there are several."""
     found = row.spread("test")
-    shown = (f"{number:.{decimals(found.mean)}f}" for number in (found.mean, found.deviation) if number is not None)
-    return " ± ".join(shown) or UNKNOWN
+    return plus_minus(found.mean, found.deviation, decimals(found.mean))
 
 
 def duration(seconds: float) -> str:

@@ -77,23 +77,20 @@ def notes(records: Sequence[Record]) -> list[str]:
             f"Not all of these runs are comparable: {'; '.join(differ)}. Each group of comparable runs has its own "
             f"charts."
         )
-    said += _twice(records)
+    copies: dict[tuple[str, ...], None] = {}  # runs that look like copies would make a spread too small
+    for row in [row for group in group_runs(records) for row in group.rows]:
+        by_seed: dict[int, list[str]] = {}
+        for run in row.finished:
+            by_seed.setdefault(run.seed, []).append(run.name)
+        copies |= {tuple(sorted(names)): None for names in by_seed.values() if len(names) > 1}
+    said += [
+        f"{' and '.join(names)} have the same seed and settings: only the last of them counts." for names in copies
+    ]
     counts = Counter(record.status for record in records if not record.is_finished)
     if counts:
         each = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
         said.append(f"Not all of these runs are finished ({each}). The table of all runs says why.")
     return said
-
-
-def _twice(records: Sequence[Record]) -> list[str]:
-    """Warn about runs that look like copies of each other, which would make a spread too small."""
-    found: dict[tuple[str, ...], None] = {}
-    for row in [row for group in group_runs(records) for row in group.rows]:
-        by_seed: dict[int, list[str]] = {}
-        for run in row.finished:
-            by_seed.setdefault(run.seed, []).append(run.name)
-        found |= {tuple(sorted(names)): None for names in by_seed.values() if len(names) > 1}
-    return [f"{' and '.join(names)} have the same seed and settings: only the last of them counts." for names in found]
 
 
 # Commands

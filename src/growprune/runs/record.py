@@ -1,14 +1,15 @@
 """A run as read from its folder: finished, unfinished, failed or damaged; and how runs are found.
 
-A folder, or one `results.json` for many: it has for each folder what its `result.json` had. Values that all runs share
-are stored once; lists of entries, such as the history, are stored as columns, and may be left out.
+A folder, or one `results.json` for many, which experiments/run.py writes: it has for each folder what its `result.json`
+had. Values that all runs share are stored once; lists of entries, such as the history, are stored as columns, and may
+be left out.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,8 +32,6 @@ _NAMES: disk.Names = {
     "tunings": dict,
     "tunings.*": dict,
 }
-_LISTS = (("history",), ("sparsity", "rows"))
-"""Lists of entries in a result."""
 _ENTRY: Json = {"branch": None, "stage": 0, "edits": ""}
 """What an entry of the history is if its columns were left out."""
 
@@ -51,53 +50,11 @@ def read_packed(file: Path) -> tuple[dict[str, Json], dict[str, Json]]:
     return runs, content["tunings"]
 
 
-def pack(runs: Mapping[str, Json], tunings: Mapping[str, Json]) -> Json:
-    """The content of the file, for results by folder whose lists may have been left out."""
-    packed = {name: _with_columns(run) for name, run in runs.items()}
-    shared = _shared([*packed.values()])
-    return {
-        "format": PACKED_FORMAT,
-        "shared": shared,
-        "runs": {name: _without(run, shared) for name, run in packed.items()},
-        "tunings": dict(tunings),
-    }
-
-
-def _with_columns(run: Json) -> Json:
-    run = {**run, "history": _columns(run.get("history", []))}
-    return run | {"sparsity": {**run["sparsity"], "rows": _columns(run["sparsity"].get("rows", []))}}
-
-
-def _columns(entries: Sequence[Json]) -> Json:
-    names = dict.fromkeys(name for entry in entries for name in entry)
-    return {name: [entry.get(name) for entry in entries] for name in names}
-
-
 def _entries(columns: Json | None) -> list[Json]:
     """The entries of columns, without the fields that are null."""
     found = columns or {}
     rows = zip(*found.values(), strict=True)
     return [{name: value for name, value in zip(found, row, strict=True) if value is not None} for row in rows]
-
-
-def _shared(runs: Sequence[Json]) -> Json:
-    """The values that all runs have, and of their parts, such as the recipe, the values that all have."""
-    found: Json = {}
-    for name in [name for name in (runs[0] if runs else ()) if all(name in run for run in runs)]:
-        values = [run[name] for run in runs]
-        if all(value == values[0] for value in values):
-            found[name] = values[0]
-        elif all(isinstance(value, dict) for value in values):
-            names = [key for key in values[0] if all(key in v and v[key] == values[0][key] for v in values)]
-            found[name] = {key: values[0][key] for key in names}
-    return found
-
-
-def _without(run: Json, shared: Json) -> Json:
-    kept = {name: value for name, value in run.items() if name not in shared}
-    for name in [name for name in run if name in shared and run[name] != shared[name]]:
-        kept[name] = {key: value for key, value in run[name].items() if key not in shared[name]}
-    return kept
 
 
 def _merged(shared: Json, own: Json) -> Json:
@@ -480,18 +437,18 @@ def origin_of(content: Json) -> Json:
     return {name: value for name, value in content.items() if name not in OWN}
 
 
-def read_run(place: Path, name: str = "") -> Record:
+def read_run(place: Path) -> Record:
     """Read a run from its folder, or from a result file. A damaged run becomes a record that says why."""
     file = place if place.is_file() else place / "result.json"
     try:
         stored = read_recipe(place) if (place / "recipe.json").exists() else {"recipe": {}}
         tuning = _read_tuning(file.parent)
         if not file.exists():
-            return Record(place, name, stored["recipe"], origin_of(stored), tuning=tuning)
+            return Record(place, "", stored["recipe"], origin_of(stored), tuning=tuning)
         result = Result.read(file)
-        return Record(place, name, result.recipe, origin_of(stored) or result.origin, result, tuning=tuning)
+        return Record(place, "", result.recipe, origin_of(stored) or result.origin, result, tuning=tuning)
     except (GrowpruneError, OSError) as error:
-        return Record(place, name, damage=" ".join(str(error).split()))
+        return Record(place, damage=" ".join(str(error).split()))
 
 
 def _read_tuning(folder: Path) -> Json:

@@ -202,6 +202,17 @@ def decimals(score: float | None) -> int:
     return 2 if score is None or abs(score) >= 10 else 3
 
 
+def plus_minus(mean: float | None, spread: float | None, places: int, sign: str = "") -> str:
+    """Format a mean and its deviation or error.
+
+    >>> plus_minus(1.5, 0.25, 2, "+"), plus_minus(1.5, None, 1), plus_minus(None, None, 2)
+    ('+1.50 ± 0.25', '1.5', '-')
+    """
+    if mean is None or math.isnan(mean):
+        return "-" if mean is None else "nan"
+    return f"{mean:{sign}.{places}f}" + ("" if spread is None else f" ± {spread:.{places}f}")
+
+
 def scaled(count: float) -> str:
     """Format a count with three digits and a unit, such as 3.12 G.
 

@@ -127,21 +127,16 @@ def _differences(runs: Sequence[Terms]) -> dict[str, dict[str, list[str]]]:
     """For each field that differs, the runs by value. A field that a run does not have is not compared."""
     found = {}
     names = dict.fromkeys(name for run in runs for name in run.fields)
-    if _are_same_data(runs):  # there is something better than a name
-        names.pop("task.data", None)
+    seeds: dict[Any, set[int]] = {}
+    for run in runs:
+        seeds.setdefault(run.fields.get("task.data"), set()).add(run.seed)
+    if seeds and set.intersection(*seeds.values()) and all(run.data for run in runs):
+        names.pop("task.data", None)  # runs on all data paths share a seed, so their first batches are compared
     for name in names:
         values = _by_value([(run.name, run.fields[name]) for run in runs if name in run.fields])
         if len(values) > 1:
             found[name] = values
     return found | _data_differences(runs)
-
-
-def _are_same_data(runs: Sequence[Terms]) -> bool:
-    """True if runs on all data paths share a seed, so that their first batches can be compared instead of names."""
-    seeds: dict[Any, set[int]] = {}
-    for run in runs:
-        seeds.setdefault(run.fields.get("task.data"), set()).add(run.seed)
-    return all(run.data for run in runs) and bool(seeds) and bool(set.intersection(*seeds.values()))
 
 
 def _data_differences(runs: Sequence[Terms]) -> dict[str, dict[str, list[str]]]:
@@ -550,20 +545,15 @@ def cells_of(tuning: Json) -> list[str]:
     score = next((point["validation"] for point in points if point["name"] == tuning["chosen"]), None)
     shown = "-" if score is None else f"{score:.{decimals(score)}f}"
     failed = sum(point["status"] == FAILED for point in points)
-    numbers = (tuning["size"], len(points), failed)
-    return [name_of(tuning), tuning["chosen"] or _why_not(tuning), shown, *map(str, numbers)]
+    left = sum(point["status"] not in ("finished", FAILED) for point in points)
+    why = f"not yet: {left} of {len(points)} runs left" if left else f"none: all {len(points)} runs failed"
+    return [name_of(tuning), tuning["chosen"] or why, shown, str(tuning["size"]), str(len(points)), str(failed)]
 
 
 def name_of(tuning: Json) -> str:
     """The name of the row, and its sparsity if it has one."""
     sparsity = in_full(tuning["sparsity"])
     return tuning["row"] if sparsity == "0" else f"{tuning['row']} {sparsity}"
-
-
-def _why_not(tuning: Json) -> str:
-    points = tuning["points"]
-    left = sum(point["status"] not in ("finished", FAILED) for point in points)
-    return f"not yet: {left} of {len(points)} runs left" if left else f"none: all {len(points)} runs failed"
 
 
 def errors_of(tuning: Json) -> list[str]:
@@ -579,27 +569,31 @@ def notes_of(tunings: Sequence[Json]) -> list[str]:
     by_grid: dict[str, list[Json]] = {}
     for each in tunings:
         by_grid.setdefault(say_grid(each["grid"]), []).append(each)
-    notes = [_say_grid(grid, alike) for grid, alike in by_grid.items()]
+    notes = []
+    for grid, alike in by_grid.items():
+        first, runs = alike[0], sum(len(each["points"]) for each in alike)
+        chosen = sum(each["chosen"] is not None for each in alike)
+        notes.append(
+            f"every row was tuned over the same grid of {first['size']} points ({grid}), chosen by validation "
+            f"{first['metric']} with seed {first['seed']}: {runs} runs for {len(alike)} rows. The {chosen} chosen runs "
+            f"are the results of that seed"
+        )
     for each in [each for each in tunings if len(each["points"]) < each["size"]]:
         notes.append(f"{name_of(each)}: the {each['size']} points give {len(each['points'])} different runs")
-    return [*notes, *_say_edges(tunings)]
-
-
-def _say_edges(tunings: Sequence[Json]) -> list[str]:
-    """Name the settings whose best value is the smallest or the largest of the grid: the best may lie beyond it."""
+    # the settings whose best value is the smallest or the largest of the grid: the best may lie beyond it
     edges: dict[tuple[str, str], list[str]] = {}
     for each in tunings:
         tried = [point.get("settings", {}) for point in each["points"]]
-        chosen: Json = next((p.get("settings", {}) for p in each["points"] if p["name"] == each["chosen"]), {})
-        for key, text in chosen.items():
+        best: Json = next((p.get("settings", {}) for p in each["points"] if p["name"] == each["chosen"]), {})
+        for key, text in best.items():
             values = {value for settings in tried if (value := _number(settings.get(key))) is not None}
             if len(values) > 1 and (value := _number(text)) in (min(values), max(values)):
                 edge = "smallest" if value == min(values) else "largest"
                 edges.setdefault((key, edge), []).append(f"{name_of(each)} ({text})")
-    return [
-        f"the best {key} is the {edge} of the grid for {', '.join(rows)}: a wider grid may give better results"
-        for (key, edge), rows in edges.items()
-    ]
+    for (key, edge), rows in edges.items():
+        said = f"the best {key} is the {edge} of the grid for {', '.join(rows)}"
+        notes.append(f"{said}: a wider grid may give better results")
+    return notes
 
 
 def _number(text: str | None) -> float | None:
@@ -607,13 +601,3 @@ def _number(text: str | None) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         return None
-
-
-def _say_grid(grid: str, alike: Sequence[Json]) -> str:
-    first, runs = alike[0], sum(len(each["points"]) for each in alike)
-    chosen = sum(each["chosen"] is not None for each in alike)
-    return (
-        f"every row was tuned over the same grid of {first['size']} points ({grid}), chosen by validation "
-        f"{first['metric']} with seed {first['seed']}: {runs} runs for {len(alike)} rows. The {chosen} chosen runs are "
-        f"the results of that seed"
-    )
