@@ -183,3 +183,12 @@ def test_a_config_that_names_no_model_is_one_line(config: str, tmp_path: Path) -
     (line,) = done.stderr.strip().splitlines()
     assert done.exit_code == 2
     assert "config.json" in line and "--model" in line
+
+
+def test_a_weight_that_the_model_does_not_use_is_left_out(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model[0].register_module("unused", nn.Linear(8, 8, bias=False))
+    model[0].weight.data[0] = 0
+    gp.export_onnx(model, tmp_path / "model.onnx", torch.randn(2, 8))
+    (weight,) = gp.from_onnx(tmp_path / "model.onnx").parameters()
+    assert int(weight.count_nonzero()) == 56

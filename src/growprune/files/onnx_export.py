@@ -145,17 +145,25 @@ def _of_dynamic_sizes(x: Any) -> Any:
 def _check_counts(graph: Any, tensors: dict[str, Tensor], path: Path) -> None:
     """Raise if a weight lost or gained zeros. Weights of linear layers are transposed, under names of their own."""
     counts = {stored.name: _count(stored) for stored in graph.initializer if len(stored.dims) >= 2}
-    of_size: dict[int, set[int]] = {}
+    of_size: dict[int, list[int]] = {}
     for stored in graph.initializer:
         if stored.name in counts and stored.name not in tensors:
-            of_size.setdefault(int(np.prod(stored.dims)), set()).add(counts[stored.name])
-    for name, tensor in tensors.items():
-        alive = int(torch.count_nonzero(tensor))
-        found = {counts[name]} if name in counts else of_size.get(tensor.numel(), {alive})
-        if tensor.ndim >= 2 and alive not in found:
-            raise GrowpruneError(
-                f"the exporter changed {name} from {alive} to {min(found)} non-zero weights: {path} was not written"
-            )
+            of_size.setdefault(int(np.prod(stored.dims)), []).append(counts[stored.name])
+    alive = {name: int(torch.count_nonzero(tensor)) for name, tensor in tensors.items() if tensor.ndim >= 2}
+    renamed: dict[int, list[str]] = {}
+    for name in alive.keys() - counts.keys():
+        renamed.setdefault(tensors[name].numel(), []).append(name)
+    wrong = {name: counts[name] for name in alive.keys() & counts.keys() if counts[name] != alive[name]}
+    for size, names in renamed.items():
+        found = of_size.get(size, [])
+        if len(found) >= len(names):  # otherwise the model does not use some of them
+            wrong |= {name: min(found) for name in names if alive[name] not in found}
+        elif strange := set(found) - {alive[name] for name in names}:
+            wrong[min(names)] = min(strange)
+    for name in sorted(wrong):
+        raise GrowpruneError(
+            f"the exporter changed {name} from {alive[name]} to {wrong[name]} non-zero weights: {path} was not written"
+        )
 
 
 def _array(stored: Any) -> Any:
