@@ -185,10 +185,16 @@ def test_a_config_that_names_no_model_is_one_line(config: str, tmp_path: Path) -
     assert "config.json" in line and "--model" in line
 
 
+class First(nn.ModuleList):
+    """Its other layers are not used."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self[0](x)
+
+
 def test_a_weight_that_the_model_does_not_use_is_left_out(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False))
-    model[0].register_module("unused", nn.Linear(8, 8, bias=False))
+    model = First([nn.Linear(8, 8), nn.Linear(8, 8)])
     model[0].weight.data[0] = 0
-    gp.export_onnx(model, tmp_path / "model.onnx", torch.randn(2, 8))
-    (weight,) = gp.from_onnx(tmp_path / "model.onnx").parameters()
+    gp.export_onnx(model, tmp_path / "model.onnx", torch.randn(2, 3, 8))  # of three dimensions, so it is transposed
+    weight = next(p for p in gp.from_onnx(tmp_path / "model.onnx").parameters() if p.dim() == 2)
     assert int(weight.count_nonzero()) == 56
