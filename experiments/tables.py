@@ -221,6 +221,21 @@ def summary(found: Mapping[str, Comparison]) -> str:
     return markdown(["task", "sparsity", "dense", *COLUMNS, "gradual_gap vs dense"], lines)
 
 
+TUNED = {"cifar10-small": "CIFAR-10, ResNet-18 of a quarter of the width, top-1"}
+TUNED |= {"shakespeare-small": "Shakespeare, tiny GPT, bits per byte (lower is better)"}
+
+
+def tuned_alike(found: Mapping[str, Comparison]) -> str:
+    """A line for each task of which all rows were tuned alike: their scores, by method."""
+    names = {"dense": "dense", "small dense": "small_dense", "GMP": "gmp:global", "RigL": "rigl:erk"}
+    names |= {"never growing": f"{EVEN} control=peak", "`gradual_gap`": EVEN}
+    lines = []
+    for study, task in TUNED.items():
+        rows = {" ".join(w for w in row.name.split() if not w.startswith("every=")): row for row in found[study].rows}
+        lines.append([task, *(found[study].cells(rows[name])["test"] for name in names.values())])
+    return markdown(["task, 90 % sparse", *names], lines)
+
+
 def controls(found: Mapping[str, Comparison]) -> str:
     """What growth itself brings, and what the rise of the sparsity does: a line for each study and sparsity."""
     names = {"cifar10-width32": "CIFAR-10, half the width", "cifar10-width64": "CIFAR-10, full width"}
@@ -350,6 +365,7 @@ def files() -> dict[Path, str]:
     made = {RESULTS / name / "comparison.md": found.to_markdown() for name, found in compared.items()}
     made |= {HERE / study / "table.md": of_recipes(study) for study in METRICS}
     tables: dict[Path, dict[str, str]] = {DOCS / "results.md": {"summary": summary(compared)}}
+    tables[HERE.parent / "README.md"] = {"summary": summary(compared), "tuned": tuned_alike(compared)}
     for study in STUDIES:
         tables.setdefault(study.page, {})[study.name] = study.short(compared[study.name])
     for name, page in PAGES.items():

@@ -33,6 +33,9 @@ def from_onnx(path: str | os.PathLike[str]) -> OnnxModel:
     Weights of linear layers and convolutions are parameters: prune, fine-tune, save or deploy them as any other. Its
     `example` are inputs of the shapes in the file.
 
+    Args:
+        path: an ONNX file. Data beside it is read too.
+
     Examples:
         >>> model = from_onnx("pruned.onnx")  # doctest: +SKIP
         >>> fast = deploy(model, model.example)  # doctest: +SKIP
