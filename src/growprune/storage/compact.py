@@ -38,7 +38,7 @@ from growprune.storage.compact_layers import (
 )
 from growprune.storage.kernels import Layout
 from growprune.storage.masked import hookable
-from growprune.storage.parameter import SparseParameter, uncompiled
+from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
 
 MOST_GRAPHS = 64
 """The most graphs of one function that torch.compile may keep."""
@@ -82,6 +82,13 @@ class Compact(SparseParameter):
                 f"storage='compact' does not support {name}, which is tied to {', '.join(places[1:])}: "
                 f"use storage='masked', or add it to keep_dense"
             )
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters.get(self._local)
+        if parameter is None:
+            raise no_parameter(self.module, self._local)
+        return parameter
 
     @property
     def _layout(self) -> Layout | None:
