@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,18 @@ def test_hooks_go_with_the_models(storage: str) -> None:
     assert num_step_hooks(optimizer) == (0, 0)
     optimizer.zero_grad()
     optimizer.step()
+
+
+@STORAGES
+def test_a_layer_that_is_kept_does_not_keep_the_model(storage: str) -> None:
+    model = net()
+    sparse = gp.SparseModel(model, 0.5, storage=storage)
+    sparse.prune()
+    layer, gone = model[0], [weakref.ref(model), weakref.ref(sparse)]
+    del model, sparse
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    layer.load_state_dict(layer.state_dict())
 
 
 # A step that raises

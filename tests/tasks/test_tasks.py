@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +11,18 @@ from toy import Toy, cyclic
 
 from growprune.errors import GrowpruneError
 from growprune.tasks import TASKS, Task
-from growprune.tasks.task import num_examples
+from growprune.tasks.task import map_tensors, num_examples
+
+
+class Named(dict[str, Tensor]):
+    """A batch of a class of its own, as some collate functions return."""
+
+
+class Pair(NamedTuple):
+    """A batch whose parts have names."""
+
+    inputs: Tensor
+    targets: Tensor
 
 
 class Plain(Task):
@@ -81,12 +92,20 @@ def test_every_task_derives_from_the_base_class(name: str) -> None:
         (torch.zeros(3, 2), 3),
         ((torch.tensor(1.0), torch.zeros(4)), 4),
         ({"x": [torch.zeros(2, 5)]}, 2),
+        (Named(x=torch.zeros(2, 5)), 2),
+        (Pair(torch.zeros(6), torch.zeros(6)), 6),
         (7, 0),
         ((), 0),
     ],
 )
 def test_examples_are_counted_by_the_first_tensor_with_an_axis(batch: Any, count: int) -> None:
     assert num_examples(batch) == count
+
+
+@pytest.mark.parametrize("batch", [Named(x=torch.zeros(3)), Pair(torch.zeros(3), torch.zeros(3)), [torch.zeros(3)]])
+def test_tensors_of_batches_of_any_class_are_mapped(batch: Any) -> None:
+    changed = map_tensors(lambda tensor: tensor + 1, batch)
+    assert all(bool((value == 1).all()) for value in (changed.values() if isinstance(changed, dict) else changed))
 
 
 @pytest.mark.parametrize(

@@ -455,6 +455,6 @@ def not_prunable(module: Any, local: str) -> str:
 
 
 def few(names: Iterable[str]) -> str:
-    """Join the first five names for a message."""
+    """Join the first five names for a message, which says how many more there are."""
     names = list(names)
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -81,7 +81,7 @@ class Masks(dict[str, Tensor]):
 def sparse_model_of(model: nn.Module) -> SparseModel | None:
     """Return the SparseModel that a model owns, or None."""
     owned = vars(model).get(OWNED)
-    return owned.sparse if isinstance(owned, _Owned) else None
+    return None if owned is None else owned.sparse
 
 
 class SparseModel:
@@ -878,11 +878,11 @@ class SparseModel:
 
     def _own(self) -> None:
         """Let the model own this object, and have it check what is loaded into it."""
-        owned: Any = _Owned(self)
-        vars(self.model)[OWNED] = owned
+        vars(self.model)[OWNED] = _Owned(self)
         layers = {id(stored.module): stored.module for stored in self.stored.values()}
         for module in {id(self.model): self.model, **layers}.values():
-            self._handles.append(module.register_load_state_dict_pre_hook(owned))  # type: ignore[no-untyped-call]
+            check: Any = _LoadCheck(self)
+            self._handles.append(module.register_load_state_dict_pre_hook(check))  # type: ignore[no-untyped-call]
         OWNERS.num_models += 1
         self._own_parameters()
         watch_optimizers()
@@ -922,19 +922,35 @@ class SparseModel:
 
 
 class _Owned:
-    """What a model holds its SparseModel by, and a hook that checks state dicts before anything is loaded.
-
-    Copies and pickles of the model get a function that does nothing instead.
-    """
+    """What a model holds its SparseModel by. Copies and pickles of the model leave it behind."""
 
     def __init__(self, sparse: SparseModel) -> None:
         self.sparse = sparse
 
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class _LoadCheck:
+    """Refuse a state dict whose weights disagree with the masks, before anything is loaded: a hook of modules.
+
+    A layer that is kept does not keep the whole model. Copies and pickles of the module get a function that does
+    nothing instead.
+    """
+
+    def __init__(self, sparse: SparseModel) -> None:
+        self._sparse = weakref.ref(sparse)
+
     def __call__(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: object
     ) -> None:
-        """Refuse weights that disagree with the masks."""
-        if self.sparse.storage == "masked" and metadata.get("assign_to_params_buffers"):
+        sparse = self._sparse()
+        if sparse is None:
+            return
+        if sparse.storage == "masked" and metadata.get("assign_to_params_buffers"):
             raise GrowpruneError(
                 "load_state_dict(assign=True) would replace the weights of a sparse model by others, which have no "
                 "masks and which no optimizer trains: use assign=False"

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from growprune.errors import GrowpruneError
 
@@ -138,7 +137,12 @@ def with_channels(task: Task, name: str, multiple: int = 1, *others: str) -> lis
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """Apply a function to each tensor of a batch. Other values stay."""
-    return tree_map_only(Tensor, function, batch)
+    if isinstance(batch, dict):
+        return {name: map_tensors(function, item) for name, item in batch.items()}
+    if isinstance(batch, tuple | list):
+        items = [map_tensors(function, item) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return function(batch) if isinstance(batch, Tensor) else batch
 
 
 def num_examples(batch: Any) -> int:
@@ -147,7 +151,8 @@ def num_examples(batch: Any) -> int:
     >>> num_examples((7, {"image": torch.zeros(5, 3)}))
     5
     """
-    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, batch)
     return next((len(tensor) for tensor in tensors if tensor.dim() and len(tensor)), 0)
 
 
