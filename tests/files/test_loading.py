@@ -46,6 +46,21 @@ def test_a_model_with_other_tensors_is_refused(model: nn.Module, named: str, old
     refuse(old, named, model)
 
 
+def test_a_model_on_the_meta_device_may_have_a_buffer_that_repeats_its_numbers(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8))
+        model.register_buffer("mask", torch.arange(3.0).expand(4, 3))
+        return model
+
+    path = tmp_path / "model.safetensors"
+    sparse = SparseModel(make(), sparsity=0.5)
+    sparse.prune()
+    file.save(sparse, path)
+    with torch.device("meta"):
+        empty = make()
+    assert torch.equal(file.load(path, empty).model.get_buffer("mask"), torch.arange(3.0).expand(4, 3))
+
+
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_a_model_without_memory_is_given_some(old: Path, storage: str) -> None:
     loaded, expected = (file.load(old, model, storage=storage) for model in (target().to("meta"), target()))

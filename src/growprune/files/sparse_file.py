@@ -182,7 +182,10 @@ def _give_memory(model: nn.Module, *, but: Collection[str] = ()) -> None:
                 if old is None or not old.is_meta or (f"{path}.{local}" if path else local) in but:
                     continue
                 if id(old) not in made:
-                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+                    if old.is_contiguous():
+                        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+                    else:  # not with its strides, which may repeat numbers; imports sympy, which takes a second
+                        new = torch.empty_like(old, device="cpu")
                     is_parameter = isinstance(old, nn.Parameter)
                     # keeping `old` keeps its id unique
                     made[id(old)] = old, nn.Parameter(new, old.requires_grad) if is_parameter else new
