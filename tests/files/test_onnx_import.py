@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import growprune as gp
 from growprune.cli import main
+from growprune.files import onnx_import
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
@@ -151,7 +152,14 @@ ONE_NODE: list[tuple[str, list[Any], dict[str, Any]]] = [
     ),
     ("Gemm", [FEW, [3, 4], [4]], {"alpha": 0.5}),
     ("Gemm", [[3, 2], np.ones((3, 4), np.float32)], {"transA": 1}),
+    ("Gemm", [[4, 3], np.ones((3, 4), np.float32), np.arange(4, dtype=np.float32).reshape(4, 1)], {}),
     ("MatMul", [MANY, np.arange(12, dtype=np.float32).reshape(6, 2)], {}),
+    ("Conv", [MANY, np.ones((1, 4, 3, 3), np.float32), None], {}),
+    ("MaxPool", [MANY], {"kernel_shape": [3, 3], "pads": [2, 2, 2, 2]}),
+    ("AveragePool", [MANY], {"kernel_shape": [3, 3], "pads": [2, 2, 2, 2], "count_include_pad": 1}),
+    ("Slice", [FEW, np.array([2]), np.array([0]), np.array([0]), np.array([2])], {}),
+    ("LayerNormalization", [MANY, np.arange(6, dtype=np.float32)], {"axis": 2}),
+    ("Trilu", [[4, 4], None], {}),
     (
         "Conv",
         [MANY, np.ones((8, 2, 3, 3), np.float32), np.arange(8, dtype=np.float32)],
@@ -167,15 +175,16 @@ ONE_NODE: list[tuple[str, list[Any], dict[str, Any]]] = [
 def test_an_operation_computes_what_onnxruntime_does(
     kind: str, inputs: list[Any], attributes: dict[str, Any], tmp_path: Path
 ) -> None:
-    names = [f"x{i}" for i in range(len(inputs))]
+    names = ["" if x is None else f"x{i}" for i, x in enumerate(inputs)]  # inputs that are left out have no name
     if kind == "MatMul2":
         kind, inputs = "MatMul", [FEW, [3, 2]]
     node = helper.make_node(kind, names, ["y"], **attributes)
-    path = of_nodes(tmp_path / "one.onnx", [node], dict(zip(names, inputs, strict=True)))
+    given = {name: x for name, x in zip(names, inputs, strict=True) if name}
+    path = of_nodes(tmp_path / "one.onnx", [node], given)
     model = gp.from_onnx(path)
-    given = [x + 0.1 for x in model.example]  # no zeros
-    (expected,) = in_onnxruntime(path, *given)
-    torch.testing.assert_close(model(*given), expected, rtol=1e-5, atol=1e-5)
+    numbers = [x + 0.1 for x in model.example]  # no zeros
+    (expected,) = in_onnxruntime(path, *numbers)
+    torch.testing.assert_close(model(*numbers), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_file_of_an_old_opset_has_axes_as_attributes(tmp_path: Path) -> None:
@@ -198,6 +207,77 @@ def test_layers_that_share_a_weight_share_a_parameter(tmp_path: Path) -> None:
     assert torch.equal(model(torch.ones(2, 3)), torch.full((2, 3), 4.0))
 
 
+def test_a_weight_that_is_read_in_two_ways_is_two_parameters(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Gemm", ["x", "w"], ["a"]),
+        helper.make_node("Gemm", ["a", "w"], ["b"], transB=1),
+        helper.make_node("Gemm", ["b", "w"], ["y"], alpha=3.0),
+    ]
+    path = of_nodes(tmp_path / "m.onnx", nodes, {"x": [2, 3], "w": np.arange(9, dtype=np.float32).reshape(3, 3) / 9})
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(gp.from_onnx(path)(x), *in_onnxruntime(path, x))
+
+
+def test_types_are_those_of_the_file(tmp_path: Path) -> None:
+    cast = [helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT64)]
+    low, weight = np.array(2), np.arange(6).reshape(3, 2)
+    last = helper.make_node("Cast", ["j"], ["y"], to=TensorProto.FLOAT)
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]])
+    for node in (
+        helper.make_node("Clip", ["i", "k"], ["c"]),
+        helper.make_node("MatMul", ["i", "w"], ["c"]),
+        helper.make_node("Pow", ["i", "half"], ["c"]),
+    ):
+        divided = helper.make_node("Div", ["c", "k"], ["j"])  # of whole numbers
+        inputs = {"x": [2, 3], "k": low, "w": weight, "half": np.array(1.5, np.float32)}
+        path = of_nodes(tmp_path / "m.onnx", [*cast, node, divided, last], inputs)
+        torch.testing.assert_close(gp.from_onnx(path)(x), *in_onnxruntime(path, x))
+
+
+def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["a"], to=TensorProto.BFLOAT16),
+        helper.make_node("Gemm", ["a", "w", "w"], ["b"]),
+        helper.make_node("Add", ["b", "w"], ["c"]),
+        helper.make_node("Cast", ["c"], ["y"], to=TensorProto.FLOAT),
+    ]
+    path = of_nodes(tmp_path / "m.onnx", nodes, {"x": [2, 2]}, shape=[2, 2])
+    model = onnx.load(path)
+    model.graph.initializer.append(helper.make_tensor("w", TensorProto.BFLOAT16, [2, 2], [1.0, 0.0, 0.0, 3.0]))
+    onnx.save(model, path)
+    assert gp.from_onnx(path)(torch.ones(2, 2)).tolist() == [[3.0, 3.0], [1.0, 9.0]]
+    with pytest.warns(UserWarning, match="not compared with onnxruntime"):
+        onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [torch.ones(2, 2)])
+
+
+@pytest.mark.parametrize("indices", [[1, 5], [[0, 1], [1, 2]]])
+def test_sparse_initializers_are_read(indices: Any, tmp_path: Path) -> None:
+    path = of_nodes(tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": [2, 3]}, shape=[2, 3])
+    model, at = onnx.load(path), np.array(indices)
+    values = helper.make_tensor("w", TensorProto.FLOAT, [2], [2.0, 3.0])
+    where = helper.make_tensor("at", TensorProto.INT64, at.shape, at.reshape(-1).tolist())
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, where, [3, 3]))
+    onnx.save(model, path)
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(gp.from_onnx(path)(x), *in_onnxruntime(path, x))
+
+
+def test_a_product_of_sizes_is_read(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Cast", ["s"], ["c"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["c", "w"], ["y"]),
+    ]
+    path = of_nodes(tmp_path / "m.onnx", nodes, {"x": [2, 3], "w": np.ones((2, 4), np.float32)})
+    assert gp.from_onnx(path)(torch.ones(2, 3)).tolist() == [5.0] * 4
+
+
+def test_a_file_of_over_2_gb_is_checked_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = one_node(tmp_path / "m.onnx", "Relu")
+    monkeypatch.setattr(onnx.checker, "MAXIMUM_PROTOBUF", 8)
+    assert gp.from_onnx(path)(torch.ones(2, 3)).tolist() == [[1.0] * 3] * 2
+
+
 def one_node(path: Path, kind: str, **options: Any) -> Path:
     return of_nodes(path, [helper.make_node(kind, ["x"], ["y"], **options)], {"x": [2, 3]}, shape=["n", "m"])
 
@@ -208,10 +288,15 @@ def test_what_is_not_read_is_said_in_one_line(tmp_path: Path) -> None:
     condition = [
         helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
     ]
+    two = [
+        helper.make_node("MaxPool", ["x"], ["a", "i"], kernel_shape=[2, 2]),
+        helper.make_node("Cast", ["i"], ["y"], to=1),
+    ]
     cases = [
         (lambda: of_nodes(path, condition, {"x": [2, 3], "c": np.array(True)}), "If"),
         (lambda: one_node(path, "Det2", domain="mine"), "Det2"),
         (lambda: one_node(path, "NonZero"), "NonZero"),
+        (lambda: of_nodes(path, two, {"x": MANY}), "MaxPool with several outputs"),
         (lambda: path.write_bytes(b"no graph at all"), str(path)),
         (lambda: path.unlink(), str(path)),
     ]
@@ -222,6 +307,23 @@ def test_what_is_not_read_is_said_in_one_line(tmp_path: Path) -> None:
         assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "attributes", "opset"),
+    [
+        ("BatchNormalization", {"training_mode": 1}, 18),
+        ("AveragePool", {"kernel_shape": [2, 2], "dilations": [2, 2]}, 19),
+    ],
+)
+def test_attributes_that_are_not_read_are_refused(
+    kind: str, attributes: dict[str, Any], opset: int, tmp_path: Path
+) -> None:
+    stored = {name: np.ones(4, np.float32) for name in "sbmv"} if kind == "BatchNormalization" else {}
+    node = helper.make_node(kind, ["x", *stored], ["y"], **attributes)
+    path = of_nodes(tmp_path / "m.onnx", [node], {"x": MANY, **stored}, opset=opset, shape=["n"] * 4)
+    with pytest.raises(gp.GrowpruneError, match=kind):
+        gp.from_onnx(path)(torch.ones(MANY))
+
+
 def test_a_file_without_zeros_is_not_deployed(tmp_path: Path) -> None:
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     path = of_nodes(tmp_path / "dense.onnx", [node], {"x": [2, 3], "w": np.ones((3, 3), np.float32)})
@@ -230,8 +332,6 @@ def test_a_file_without_zeros_is_not_deployed(tmp_path: Path) -> None:
 
 
 def test_other_outputs_than_those_of_onnxruntime_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from growprune.files import onnx_import
-
     node = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
     path = of_nodes(tmp_path / "m.onnx", node, {"x": [64, 64], "w": np.eye(64, dtype=np.float32)})
     assert gp.deploy(path, seconds=0).table.rows[0].choice == "sparse"

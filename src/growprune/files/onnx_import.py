@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.errors import GrowpruneError, need, shorten
+from growprune.errors import GrowpruneError, need, shorten, warn
 
 Operation = Callable[..., Any]
 OPSET = 18
@@ -46,7 +46,7 @@ def from_onnx(path: str | os.PathLike[str]) -> OnnxModel:
         raise GrowpruneError(f"{path} does not exist. Give an ONNX file")
     try:
         model = onnx.load(path)
-        onnx.checker.check_model(model)
+        onnx.checker.check_model(path)  # by its path, since a model of over 2 GB cannot be checked in memory
         if _opset(model) < OPSET:
             import onnx.version_converter
 
@@ -66,6 +66,7 @@ class OnnxModel(nn.Module):
         super().__init__()
         self.path, self.opset = path, _opset(model)
         known = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
+        known |= {one.values.name: _dense(one) for one in model.graph.sparse_initializer}
         self.inputs = {one.name: one.type.tensor_type for one in model.graph.input if one.name not in known}
         self.outputs = [one.name for one in model.graph.output]
         left = []  # without what depends on stored numbers alone, such as the weights of a sparse or quantized file
@@ -74,15 +75,18 @@ class OnnxModel(nn.Module):
                 raise GrowpruneError(f"{path} has control flow ({node.op_type}), which is not read: export it without")
             if node.domain in ("", "ai.onnx") and all(name in known or not name for name in node.input):
                 found = _in_numpy(node, [known.get(name) for name in node.input], self.opset)
-                known |= dict(zip(node.output, found, strict=False))
+                known |= _by_name(node, found)
             else:
                 left.append(node)
         sizes, unread = set(known), set()  # what is known when the shapes of the inputs are
+        used = {*self.outputs, *(name for node in left for name in node.input if name)}
         for node in left:
             if node.op_type == "Shape" or all(name in sizes or not name for name in node.input):
                 sizes.update(node.output)
             elif node.op_type not in {*OPERATIONS, *LAYERS} or node.domain not in ("", "ai.onnx"):
                 unread.add(node.op_type)
+            elif node.op_type != "Split" and used.intersection(node.output[1:]):
+                unread.add(f"{node.op_type} with several outputs")
         if unread:
             raise GrowpruneError(f"{path} has operations that are not read: {', '.join(sorted(unread))}")
 
@@ -91,14 +95,15 @@ class OnnxModel(nn.Module):
         for node in left:
             attributes = {one.name: helper.get_attribute_value(one) for one in node.attribute}
             attributes = {name: v.decode() if isinstance(v, bytes) else v for name, v in attributes.items()}
-            stored = [known.get(name) for name in node.input[1:]]
+            stored = [known.get(name) for name in node.input[1:] if name]
             if node.op_type == "Conv" and stored[0] is not None:
                 attributes["kernel_shape"] = stored[0].shape[2:]
             name = ""
             if node.op_type in LAYERS and stored[0] is not None and all(x is not None for x in stored):
                 layer = LAYERS[node.op_type](*stored, **attributes)
                 if layer is not None:
-                    layer.weight = shared.setdefault(f"{node.op_type} {node.input[1]}", layer.weight)
+                    how = [attributes.get(one) for one in ("transB", "alpha")] if node.op_type == "Gemm" else []
+                    layer.weight = shared.setdefault(f"{node.op_type} {how} {node.input[1]}", layer.weight)
                     name = f"{len(self.layers)}_{node.input[1]}".replace(".", "_")
                     self.layers[name] = layer
             elif node.op_type == "Conv":
@@ -108,9 +113,9 @@ class OnnxModel(nn.Module):
         read = {name for node, _, layer in self.nodes for name in (node.input[:1] if layer else node.input)}
         self.numbers, self.buffer_of = dict[str, Any](), dict[str, str]()
         for name in sorted((read | {*self.outputs}) & known.keys()):
-            if known[name].dtype.kind == "f":
+            if _is_float(known[name]):
                 self.buffer_of[name] = f"stored_{len(self.buffer_of)}"
-                self.register_buffer(self.buffer_of[name], torch.tensor(known[name]))
+                self.register_buffer(self.buffer_of[name], _tensor(known[name]))
             else:
                 self.numbers[name] = known[name]
 
@@ -125,7 +130,8 @@ class OnnxModel(nn.Module):
             found: Any
             if layer:
                 before = _padding(attributes)[1] if node.op_type == "Conv" else []
-                found = self.layers[layer](F.pad(operands[0], before) if before else operands[0])
+                x = _tensor(operands[0])
+                found = self.layers[layer](F.pad(x, before) if before else x)
             elif node.op_type == "Shape":
                 sizes = np.array(operands[0].shape, np.int64)
                 found = sizes[attributes.get("start", 0) : attributes.get("end")]
@@ -135,7 +141,7 @@ class OnnxModel(nn.Module):
                 function = OPERATIONS.get(node.op_type) or PRODUCTS[node.op_type]
                 found = function(*operands, **attributes)
             found = found if isinstance(found, (tuple, list)) else (found,)
-            values |= dict(zip(node.output, found, strict=False))
+            values |= _by_name(node, found)
         outputs = tuple(_tensor(values[name]) for name in self.outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -160,11 +166,17 @@ def check_like_onnxruntime(path: str | os.PathLike[str], module: Callable[..., A
         import onnxruntime
     except ImportError:
         return
-    session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
-    given = {one.name: x.numpy() for one, x in zip(session.get_inputs(), example, strict=True)}
+    try:
+        session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
+        given = {one.name: x.numpy() for one, x in zip(session.get_inputs(), example, strict=True)}
+        found = session.run(None, given)
+    except Exception as error:  # its own, which have no class in common, for what it does not run
+        why = shorten(" ".join(str(error).split()), 200)
+        warn(f"{os.fspath(path)} is not compared with onnxruntime, which does not run it ({why})")
+        return
     outputs = module(*example)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    for ours, theirs in zip(outputs, session.run(None, given), strict=True):
+    for ours, theirs in zip(outputs, found, strict=True):
         expected = torch.as_tensor(theirs)
         close = ALIKE * max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
         if ours.shape != expected.shape or not torch.allclose(
@@ -180,7 +192,26 @@ def _opset(model: Any) -> int:
 def _dtype(kind: int) -> torch.dtype:
     from onnx import helper
 
-    return torch.from_numpy(np.zeros(0, helper.tensor_dtype_to_np_dtype(kind))).dtype
+    return _tensor(np.zeros(0, helper.tensor_dtype_to_np_dtype(kind))).dtype
+
+
+def _dense(sparse: Any) -> Any:
+    """A sparse initializer as an array. Its indices are those of the flat array, or of each axis."""
+    from onnx import numpy_helper
+
+    values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+    dense = np.zeros(list(sparse.dims), values.dtype)
+    dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
+    return dense
+
+
+def _is_float(array: Any) -> bool:
+    return bool(array.dtype.kind == "f" or array.dtype.name == "bfloat16")
+
+
+def _by_name(node: Any, found: Sequence[Any]) -> dict[str, Any]:
+    """The outputs of a node, without those that it leaves out."""
+    return {name: value for name, value in zip(node.output, found, strict=False) if name}
 
 
 def _in_numpy(node: Any, values: Sequence[Any], opset: int) -> list[Any]:
@@ -217,7 +248,9 @@ def _gemm(
 ) -> nn.Module | None:
     """A module of torch, if nn.Linear computes it."""
     rows = weight if transB else weight.T
-    if transA or weight.ndim != 2 or (bias is not None and bias.size != rows.shape[0]):
+    if transA or weight.ndim != 2 or not _is_float(weight):
+        return None
+    if bias is not None and (bias.size != rows.shape[0] or bias.shape[-1:] not in ((), (bias.size,))):
         return None
     rows = rows if alpha == 1 else (alpha * rows).astype(weight.dtype)
     bias = None if bias is None else (beta * bias.reshape(-1)).astype(weight.dtype)
@@ -225,9 +258,9 @@ def _gemm(
 
 
 def _filled(layer: Any, weight: Any, bias: Any) -> nn.Module:
-    layer.weight = nn.Parameter(torch.tensor(np.ascontiguousarray(weight)))
+    layer.weight = nn.Parameter(_tensor(weight))
     if bias is not None:
-        layer.bias = nn.Parameter(torch.tensor(bias))
+        layer.bias = nn.Parameter(_tensor(bias))
     return layer  # type: ignore[no-any-return]
 
 
@@ -237,7 +270,9 @@ def _padding(attributes: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         raise GrowpruneError("the ONNX file pads by auto_pad, which is not read: export it with explicit pads")
     axes = len(attributes["kernel_shape"])
     pads = list(attributes.get("pads") or [0] * 2 * axes)
-    if pads[:axes] == pads[axes:]:
+    if pads[:axes] == pads[axes:] and all(
+        2 * n <= size for n, size in zip(pads, attributes["kernel_shape"], strict=False)
+    ):
         return pads[:axes], []
     return [0] * axes, [pads[axis + side * axes] for axis in reversed(range(axes)) for side in (0, 1)]
 
@@ -246,7 +281,15 @@ def _padding(attributes: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value)
+    if isinstance(value, Tensor):
+        return value
+    array = np.ascontiguousarray(value).reshape(np.shape(value))
+    if array.dtype.name == "bfloat16":
+        return torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.tensor(array)
+    except TypeError as error:
+        raise GrowpruneError(f"the ONNX file has numbers of type {array.dtype}, which are not read") from error
 
 
 def _ints(value: Any) -> list[int]:
@@ -257,6 +300,33 @@ def _ints(value: Any) -> list[int]:
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+
+
+def _power(x: Tensor, exponent: Tensor) -> Tensor:
+    return torch.pow(x, exponent).to(x.dtype)
+
+
+def _batch_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    training_mode: int = 0,
+    **_: Any,
+) -> Tensor:
+    if training_mode:
+        raise GrowpruneError("the ONNX file has a BatchNormalization in training mode: export it in eval mode")
+    return F.batch_norm(x, mean, var, scale, shift, eps=epsilon)
+
+
+def _layer_norm(
+    x: Tensor, scale: Tensor, shift: Any = None, *, axis: int = -1, epsilon: float = 1e-5, **_: Any
+) -> Tensor:
+    sizes = x.shape[axis:]
+    return F.layer_norm(x, sizes, scale.expand(sizes), None if shift is None else shift.expand(sizes), epsilon)
 
 
 def _over(function: Operation) -> Operation:
@@ -272,7 +342,8 @@ def _over(function: Operation) -> Operation:
 
 
 def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
-    return x.clamp(None if low is None else float(low), None if high is None else float(high))
+    number = float if x.is_floating_point() else int
+    return x.clamp(None if low is None else number(low), None if high is None else number(high))
 
 
 def _reshape(x: Tensor, shape: Any, *, allowzero: int = 0) -> Tensor:
@@ -302,7 +373,11 @@ def _slice(x: Tensor, starts: Any, ends: Any, axes: Any = None, steps: Any = Non
     by = [1] * len(begins) if steps is None else _ints(steps)
     for axis, start, end, step in zip(of, begins, _ints(ends), by, strict=True):
         kept = range(x.shape[axis])[start:end:step]
-        x = x.index_select(axis, torch.tensor(kept)) if step != 1 else x.narrow(axis, kept.start, len(kept))
+        x = (
+            x.index_select(axis, torch.tensor(kept, dtype=torch.long))
+            if step != 1
+            else x.narrow(axis, kept.start, len(kept))
+        )
     return x
 
 
@@ -350,7 +425,9 @@ def _max_pool(x: Tensor, *, ceil_mode: int = 0, storage_order: int = 0, **attrib
 def _average_pool(x: Tensor, *, ceil_mode: int = 0, count_include_pad: int = 0, **attributes: Any) -> Tensor:
     even, before = _padding(attributes)
     if before and not count_include_pad:
-        raise GrowpruneError("the ONNX file has an AveragePool that is padded unevenly, which is not read")
+        raise GrowpruneError("the ONNX file has an AveragePool with uneven or large padding, which is not read")
+    if any(one != 1 for one in attributes.get("dilations") or ()):
+        raise GrowpruneError("the ONNX file has an AveragePool with dilations, which is not read")
     kernel = attributes["kernel_shape"]
     function: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(kernel) - 1]
     x, strides = F.pad(x, before) if before else x, attributes.get("strides") or [1] * len(kernel)
@@ -377,7 +454,7 @@ PRODUCTS = _on_tensors(
 LAYERS: Mapping[str, Operation] = {"Conv": _conv, "Gemm": _gemm, "MatMul": _gemm}
 OPERATIONS: dict[str, Any] = _on_tensors(
     {
-        **{"Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": _divide, "Pow": torch.pow, "Neg": torch.neg},
+        **{"Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": _divide, "Pow": _power, "Neg": torch.neg},
         "Min": lambda *xs: functools.reduce(torch.minimum, xs),
         "Max": lambda *xs: functools.reduce(torch.maximum, xs),
         **{
@@ -402,12 +479,7 @@ OPERATIONS: dict[str, Any] = _on_tensors(
         "GatherElements": lambda x, indices, axis=0: x.gather(
             axis, torch.where(indices < 0, indices + x.shape[axis], indices)
         ),
-        "LayerNormalization": lambda x, scale, shift=None, axis=-1, epsilon=1e-5, **_: F.layer_norm(
-            x, x.shape[axis:], scale, shift, epsilon
-        ),
-        "BatchNormalization": lambda x, scale, shift, mean, var, epsilon=1e-5, **_: F.batch_norm(
-            x, mean, var, scale, shift, eps=epsilon
-        ),
+        **{"LayerNormalization": _layer_norm, "BatchNormalization": _batch_norm},
         "InstanceNormalization": lambda x, scale, shift, epsilon=1e-5: F.instance_norm(
             x, weight=scale, bias=shift, eps=epsilon
         ),
@@ -429,7 +501,7 @@ OPERATIONS: dict[str, Any] = _on_tensors(
         "Pad": _pad,
         "Cast": lambda x, to, **_: x.to(_dtype(to)),
     },
-    "Trilu": lambda x, k=0, upper=1: x.triu(int(k)) if upper else x.tril(int(k)),
+    "Trilu": lambda x, k=None, upper=1: (x.triu if upper else x.tril)(0 if k is None else int(k)),
     **{"MaxPool": _max_pool, "AveragePool": _average_pool},
     "GlobalAveragePool": lambda x: x.mean([*range(2, x.dim())], keepdim=True),
     "GlobalMaxPool": lambda x: x.amax([*range(2, x.dim())], keepdim=True),
