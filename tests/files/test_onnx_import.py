@@ -331,6 +331,27 @@ def test_a_file_without_zeros_is_not_deployed(tmp_path: Path) -> None:
         gp.deploy(path)
 
 
+def test_outputs_of_yes_and_no_are_compared_with_onnxruntime(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Greater", ["a", "w"], ["y"])]
+    path = of_nodes(tmp_path / "m.onnx", nodes, {"x": [4, 4], "w": np.eye(4, dtype=np.float32)}, shape=[4, 4])
+    model = onnx.load(path)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.BOOL
+    onnx.save(model, path)
+    onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [torch.randn(4, 4)])
+    with pytest.raises(gp.GrowpruneError, match="onnxruntime"):
+        onnx_import.check_like_onnxruntime(path, torch.isnan, [torch.ones(4, 4)])
+
+
+def test_quantized_weights_are_compared_with_the_numbers_of_the_file(tmp_path: Path) -> None:
+    """And not with those of products that onnxruntime quantizes further."""
+    nodes = [helper.make_node("DequantizeLinear", ["q", "s"], ["w"]), helper.make_node("MatMul", ["x", "w"], ["y"])]
+    numbers = np.random.default_rng(0)
+    stored = {"q": numbers.integers(-5, 5, (3, 3)).astype(np.int8), "s": np.array(0.3, np.float32)}
+    path = of_nodes(tmp_path / "m.onnx", nodes, {"x": [3, 3], **stored}, shape=[3, 3])
+    x = torch.from_numpy(numbers.standard_normal((3, 3)).astype(np.float32))
+    onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [x])
+
+
 def test_other_outputs_than_those_of_onnxruntime_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
     path = of_nodes(tmp_path / "m.onnx", node, {"x": [64, 64], "w": np.eye(64, dtype=np.float32)})
