@@ -292,7 +292,7 @@ def test_what_is_not_read_is_said_in_one_line(tmp_path: Path) -> None:
         helper.make_node("MaxPool", ["x"], ["a", "i"], kernel_shape=[2, 2]),
         helper.make_node("Cast", ["i"], ["y"], to=1),
     ]
-    cases = [
+    cases: list[tuple[Any, str]] = [
         (lambda: of_nodes(path, condition, {"x": [2, 3], "c": np.array(True)}), "If"),
         (lambda: one_node(path, "Det2", domain="mine"), "Det2"),
         (lambda: one_node(path, "NonZero"), "NonZero"),
