@@ -144,9 +144,11 @@ class Mesh:
         self.phase: object = "starting"
         """The current phase of the run, for error messages."""
         ranks = [range(g * self.replicas, (g + 1) * self.replicas) for g in range(self.groups)]
-        self.data_group = self._axis(ranks)
-        """The process group of this branch's replicas; None if there is one only."""
-        self._mask_group = self._axis(list(zip(*ranks, strict=True)))
+        with _starting():
+            self.data_group = self._axis(ranks)
+            """The process group of this branch's replicas; None if there is one only."""
+            self._mask_group = self._axis(list(zip(*ranks, strict=True)))
+            wait_for_all()  # so that none that is refused next leaves while another still connects to it
 
     def _axis(self, lines: Sequence[Sequence[int]]) -> Any:
         """The process group of this rank along an axis. Every rank has to create all groups."""
