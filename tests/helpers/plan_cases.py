@@ -66,7 +66,7 @@ class ForkCursor(Place):
             if self.is_local(scheduled.branch):
                 self.sparse.restore(self.base)
                 break
-            self.sparse.skip(scheduled.phase.edits)
+            self.sparse.skip(len(scheduled.phase.edits))
             self._place_at(scheduled)
             if start is not None:
                 self.iteration += self.length_of(scheduled.phase)

@@ -1,6 +1,7 @@
 """Imports go downwards only, inside functions too. A new package in src/growprune needs a row in MAY_IMPORT."""
 
 import ast
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -119,3 +120,22 @@ def test_plans_and_methods_use_the_standard_library_only(file: str) -> None:
     modules = imports_of((SOURCE / file).read_text(encoding="utf-8"))
     others = {module.split(".")[0] for module in modules} - {"growprune"}
     assert sorted(others - sys.stdlib_module_names) == []
+
+
+def writes_to_a_sparse_model(source: str) -> Iterator[str]:
+    """Every assignment to an attribute of something called sparse, or to something that it holds."""
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        places = [ast.unparse(target) for target in targets if isinstance(target, (ast.Attribute, ast.Subscript))]
+        yield from (place for place in places if re.match(r"(\w+\.)?sparse[.\[]", place))
+
+
+def test_nobody_outside_of_sparse_writes_the_state_of_a_sparse_model() -> None:
+    found = {
+        (file, place)
+        for file in inner
+        if not file.startswith("sparse/")
+        for place in writes_to_a_sparse_model((SOURCE / file).read_text())
+    }
+    assert found == set()
+    assert len(list(writes_to_a_sparse_model("self.sparse.gradients.x = sparse.rule = 1; sparse.stored[0] += 1"))) == 3

@@ -67,7 +67,7 @@ def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any]) 
         sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
         for name, mask in masks_of_zeros(module.get_parameter, sparse.weights, sparse.pattern).items():
             sparse.stored[name].set_mask(mask)
-        sparse.target_sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
+        sparse.aim(settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable), sparse.lr_scaling)
     else:
         sparse = SparseModel(module, sparsity=0.0)
     file.save(sparse, folder / WEIGHTS)

@@ -199,7 +199,7 @@ class Run:
         shard(self.sparse, recipe, self.mesh, self.device)
         self.is_sharded = self.sparse.ranks is not None
         if self.mesh.data_group is not None and not self.is_sharded:
-            self.sparse.gradients.add_up = self.mesh.sum_over_replicas
+            self.sparse.add_up_gradients(self.mesh.sum_over_replicas)
         # 3) what is resumed
         self.place = Place(
             self.sparse, self.plan, iterations_per_epoch=self.per_epoch, is_begun=is_begun, score=self._score

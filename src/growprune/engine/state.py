@@ -48,16 +48,10 @@ class Place(Cursor):
 
     def skip(self, scheduled: ScheduledPhase) -> None:
         """Pass over a branch that is trained elsewhere."""
-        self.sparse.skip(scheduled.phase.edits)
+        self.sparse.skip(len(scheduled.phase.edits))
         self._place_at(scheduled)
         self.start = self.iteration
         self.iteration += self.length_of(scheduled.phase)
-
-    def end(self) -> None:
-        """Leave the last phase."""
-        self.is_over = True
-        self.sparse.rule = None
-        self.sparse.watch(())
 
 
 def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:

@@ -76,7 +76,7 @@ def load(
             sparse.restore(tensors, keep=is_compact)
         else:
             _restore_sharded(sparse, tensors, mesh, sharding or {})
-        sparse.editor.num_edits = file.num_edits
+        sparse.skip(file.num_edits)
     return sparse
 
 

@@ -116,7 +116,8 @@ class GrowPrune(SparseCallback, Callback):
             if not self._scores_first:
                 self._begin(trainer)
         # the first, so that others find what it logs; a new list, since the old one is being called
-        vars(trainer)["callbacks"] = [self, *(other for other in callbacks_of(trainer) if other is not self)]
+        untyped: Any = trainer  # whose class does not declare its callbacks
+        untyped.callbacks = [self, *(other for other in callbacks_of(trainer) if other is not self)]
         for judge, method in judging(trainer):
             call_only_if(functools.partial(self._is_to_judge, trainer), judge, method)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:

@@ -454,7 +454,7 @@ def not_prunable(module: Any, local: str) -> str:
     return ""
 
 
-def few(names: Iterable[str]) -> str:
-    """Join the first five names for a message, which says how many more there are."""
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def few(named: Iterable[Weight | str]) -> str:
+    """Join the first names for a message, which says how many more there are."""
+    names = [one if isinstance(one, str) else one.name for one in named]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

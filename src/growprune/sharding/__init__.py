@@ -5,6 +5,6 @@
 because FSDP2 takes a second to load.
 """
 
-from growprune.sharding.units import UnitByUnit, adopt, shard, sharded_names, units_of
+from growprune.sharding.units import UnitByUnit, newly_sharded, shard, sharded_names, units_of
 
-__all__ = ["UnitByUnit", "adopt", "shard", "sharded_names", "units_of"]
+__all__ = ["UnitByUnit", "newly_sharded", "shard", "sharded_names", "units_of"]

@@ -20,6 +20,7 @@ from growprune.sharding.handles import Handle, Ranks, groups_of, handles_of, res
 from growprune.storage.compact import Compact, set_layout
 from growprune.storage.compact_layers import hand_over
 from growprune.storage.kernels import Layout
+from growprune.storage.parameter import SparseParameter
 
 if TYPE_CHECKING:
     from growprune.sparse.model import SparseModel
@@ -34,7 +35,7 @@ def shard(sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None 
     _check_masks(sparse, sharding.ranks)
     for module in units_of(sparse.model, units):
         sharding.done(module)
-    adopt(sparse)
+    sparse.notice_shards()
 
 
 class UnitByUnit:
@@ -119,25 +120,29 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def adopt(sparse: SparseModel) -> None:
-    """Register with a sparse model what FSDP2 has sharded, through `shard` or the user's own calls."""
+def newly_sharded(sparse: SparseModel) -> tuple[dict[str, SparseParameter], Ranks] | None:
+    """Return how the weights are stored that FSDP2 has sharded, through `shard` or the user's own calls, and its ranks.
+
+    None if it has sharded none, or if the model knows already.
+    """
     if sparse.ranks is not None:
         for group in groups_of(sparse.model):
             reshard(group)
-        return
+        return None
     handles = _checked_handles(sparse.model, sparse.storage)
     if not handles:
-        return
+        return None
     ranks = next(iter(handles.values())).ranks
     sharded = {name: parameter for name, parameter in sparse.stored.items() if name in handles}
     for name in sharded:
         if handles[name].ranks.group is not ranks.group:
             raise GrowpruneError(f"{name} is sharded over another mesh than the other weights: use one mesh for all")
     _check_masks(sparse, ranks)
+    stored: dict[str, SparseParameter] = {}
     for name, parameter in sharded.items():
         assert isinstance(parameter, Compact)
-        sparse.stored[name] = ShardedCompact(parameter, handles[name])
-    sparse.ranks = sparse.gradients.shares = ranks
+        stored[name] = ShardedCompact(parameter, handles[name])
+    return stored, ranks
 
 
 def sharded_names(model: nn.Module, storage: str) -> set[str]:

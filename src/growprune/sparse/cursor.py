@@ -76,7 +76,7 @@ class Cursor:
         check_sparse_model(sparse, "Cursor")
         self.sparse, self.plan = sparse, plan
         self.schedule = tuple(walk(plan))
-        if not self.takes_forks and any([scheduled.branch is not None for scheduled in self.schedule]):
+        if not self.takes_forks and any(scheduled.branch is not None for scheduled in self.schedule):
             raise GrowpruneError("Cursor trains no branches of a fork, as parallel_gap has them: use `growprune train`")
         sparse.check(*{id(part): part for scheduled in self.schedule for part in scheduled.parts}.values())
         for by in {edit.by for scheduled in self.schedule for edit in scheduled.phase.edits}:
@@ -253,10 +253,14 @@ class Cursor:
                 self.start = before
                 raise
         else:
-            self.is_over = True
-            self.sparse.rule = None
-            self.sparse.watch(())
+            self.end()
         return self.current
+
+    def end(self) -> None:
+        """Leave the last phase."""
+        self.is_over = True
+        self.sparse.rule = None
+        self.sparse.watch(())
 
     def _enter(self, scheduled: ScheduledPhase) -> None:
         try:

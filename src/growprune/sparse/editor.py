@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
@@ -21,7 +21,7 @@ from torch import Tensor
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import FLOOR, RANKINGS, Pool, erk, parse_allocation, shared_out, uniform
 from growprune.masks.inspection import masks_of_zeros
-from growprune.masks.layers import Weight
+from growprune.masks.layers import Weight, few
 from growprune.masks.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of, salt_of
 from growprune.plan import Action, By, Edit, Part, Spread
@@ -150,12 +150,12 @@ class Editor:
             most = sum(map(self._pattern.most_alive, pool.weights))
             if _is_wrong_way(edit, pool, now):
                 raise GrowpruneError(
-                    f"cannot {edit.action.value} {listed(pool.weights)} to sparsity {edit.to}: that needs {pool.kept} "
+                    f"cannot {edit.action.value} {few(pool.weights)} to sparsity {edit.to}: that needs {pool.kept} "
                     f"live weights, but {now} are live; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
                 )
             if pool.kept > most:
                 raise GrowpruneError(
-                    f"cannot {edit}: that needs {pool.kept} live weights in {listed(pool.weights)}, but the pattern "
+                    f"cannot {edit}: that needs {pool.kept} live weights in {few(pool.weights)}, but the pattern "
                     f"allows at most {most}"
                 )
         return [pool for pool, now in zip(pools, counts, strict=True) if pool.kept != now]
@@ -221,7 +221,7 @@ class Editor:
                 remedy = "use initial_mask='magnitude'" if count > pool.kept else "start the plan at a higher sparsity"
                 remedy = "use allocation='global', which counts all layers together" if is_in_all else remedy
                 raise GrowpruneError(
-                    f"initial_mask='as_is' does not fit: {listed(pool.weights)} has {count} live weights, but the plan "
+                    f"initial_mask='as_is' does not fit: {few(pool.weights)} has {count} live weights, but the plan "
                     f"starts with {pool.kept} (sparsity {edit.to:.4g}); {remedy}"
                 )
 
@@ -258,7 +258,7 @@ class Editor:
         if new := [w for w, least in floors if 0 < left[w.name] == least and w.name not in self._warned_of]:
             self._warned_of |= {weight.name for weight in new}
             warn(
-                f"allocation='global' prunes {listed(new)} to its floor, {float(FLOOR):.0%} of the weights that "
+                f"allocation='global' prunes {few(new)} to its floor, {float(FLOOR):.0%} of the weights that "
                 f"'uniform' leaves there, because other layers have larger weights (as with higher learning rates): "
                 f"use allocation='erk' or 'uniform', or the same learning rate for all layers"
             )
@@ -268,7 +268,7 @@ class Editor:
         if not (new := [weight for weight in dead if weight.name not in self._warned_of]):
             return
         self._warned_of |= {weight.name for weight in new}
-        layers, it = (f"layer {listed(new)} was", "it") if len(new) == 1 else (f"layers {listed(new)} were", "them")
+        layers, it = (f"layer {few(new)} was", "it") if len(new) == 1 else (f"layers {few(new)} were", "them")
         is_ranking = any(len(pool.weights) > 1 and not set(pool.weights).isdisjoint(new) for pool in pools)
         small = "" if is_ranking else f", too small for this sparsity; add {it} to keep_dense"
         warn(f"{layers} pruned to zero weights" + (small or f"; add {it} to keep_dense or use allocation='uniform'"))
@@ -446,9 +446,3 @@ def within_one(pools: Sequence[Pool], counts: Sequence[int], action: Action) -> 
 def _is_wrong_way(edit: Edit, pool: Pool, alive: int) -> bool:
     """True if an edit would have to prune in order to grow, or to grow in order to prune."""
     return pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE)
-
-
-def listed(named: Iterable[Weight | str]) -> str:
-    """Join the first three names for a message."""
-    names = [one if isinstance(one, str) else one.name for one in named]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

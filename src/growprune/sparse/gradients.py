@@ -47,7 +47,7 @@ class Gradients:
         self._handles: list[Any] = []
         """Hooks that see a gradient before it is added to the parameter's."""
         self.add_up: Callable[[Tensor], Tensor] | None = None
-        """Adds up a tensor over the replicas of the model, if there are several: all choose the same weights then."""
+        """Adds up a tensor over the replicas of the model, if there are several."""
         self.shares: Any = None
         """If the model is sharded: its sharding.handles.Ranks. Each keeps its part of the gradients, flat."""
 

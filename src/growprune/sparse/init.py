@@ -86,7 +86,7 @@ def sparse_init(
         sparse.editor.select(pools.get(path, []), edit)
         if shards is not None:
             shards.done(module)
-    sparse.skip([edit])  # it is done, pool by pool
+    sparse.skip(1)  # it is done, pool by pool
     sparse.notice_shards()
     return sparse
 

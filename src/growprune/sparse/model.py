@@ -23,7 +23,7 @@ from growprune.errors import MAX_VALUE, GrowpruneError, shorten, warn
 from growprune.masks.allocation import parse_cost_power
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.inspection import already_sparse, check_sparse, masks_of_zeros, unpruned
-from growprune.masks.layers import Weight, prunable_weights
+from growprune.masks.layers import Weight, few, prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
 from growprune.plan import By, Edit, Part, Score, grow, parse_choice, prune
 from growprune.plan.settings import (
@@ -35,7 +35,7 @@ from growprune.plan.settings import (
     check_state,
     parse_lr_scaling,
 )
-from growprune.sparse.editor import Editor, listed
+from growprune.sparse.editor import Editor
 from growprune.sparse.flops import cost_factors
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.stepper import (
@@ -146,7 +146,7 @@ class SparseModel:
             self.pattern.check(weight, self.target_sparsity)
         self.cost_power = parse_cost_power(cost_power, self.allocation)
         factors = cost_factors(model, example, self.weights, self.cost_power) if self.cost_power else {}
-        parameters = dict.fromkeys([weight.parameter for weight in self.weights])
+        parameters = dict.fromkeys(weight.parameter for weight in self.weights)
         before = {id(other): other for name in parameters if (other := _owner(model.get_parameter(name))) is not None}
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
@@ -503,7 +503,7 @@ class SparseModel:
         self.check_zeros()
         return summarise(self, example)
 
-    # For the other packages of growprune.
+    # For the other packages of growprune. They call these methods, and write to none of the attributes.
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Load what a state has besides masks."""
@@ -517,7 +517,10 @@ class SparseModel:
         if self.ranks is not None or is_fsdp2(self.model.modules()):
             from growprune import sharding  # FSDP2 takes a second to load
 
-            sharding.adopt(self)
+            if (found := sharding.newly_sharded(self)) is not None:
+                stored, self.ranks = found
+                self.stored.update(stored)
+                self.gradients.shares = self.ranks
 
     def check(self, *parts: Part) -> None:
         """Raise if layers of the model were replaced, or if it lacks tensors that a part names."""
@@ -752,9 +755,9 @@ class SparseModel:
         """Carry out the plan of a cursor from now on, instead of any other."""
         self.cursor, self._waiting = cursor, None
 
-    def skip(self, edits: Sequence[Edit]) -> None:
-        """Record edits that are applied elsewhere, so that later ones draw the same random numbers everywhere."""
-        self.editor.num_edits += len(edits)
+    def skip(self, num_edits: int) -> None:
+        """Count edits that are applied elsewhere, so that later ones draw the same random numbers everywhere."""
+        self.editor.num_edits += num_edits
 
     @contextmanager
     def pruned(self) -> Iterator[None]:
@@ -784,10 +787,14 @@ class SparseModel:
 
     # Processes that train replicas
 
+    def add_up_gradients(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Sum the gradients that edits use over the replicas of the model, so that all choose the same weights."""
+        self.gradients.add_up = add_up
+
     def train_replicas(self) -> None:
         """Make all processes choose the same weights, and compare their masks before each step after a change."""
         if is_replicated() and self.ranks is None:  # those of a sharded model are summed already
-            self.gradients.add_up = _summed
+            self.add_up_gradients(_summed)
             self._is_replicated = True
 
     def _compare_masks(self) -> None:
@@ -1036,7 +1043,7 @@ def _owner(parameter: Tensor) -> SparseModel | None:
 
 
 def _listed(wrong: Mapping[str, int]) -> str:
-    return f"{sum(wrong.values()):,} weights of {listed(wrong)} are"
+    return f"{sum(wrong.values()):,} weights of {few(wrong)} are"
 
 
 def _summed(tensor: Tensor) -> Tensor:

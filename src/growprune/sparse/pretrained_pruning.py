@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.bits import pack
 from growprune.masks.inspection import output_layers
-from growprune.masks.layers import Weight
+from growprune.masks.layers import Weight, few
 from growprune.masks.partition import blocks_of
 from growprune.masks.patterns import NofM, Pattern, parse_pattern
 from growprune.masks.ranking import check_finite
 from growprune.plan import prune
 from growprune.plan.settings import check_counts
 from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
-from growprune.sparse.editor import listed
 from growprune.sparse.layer_choice import (
     DAMPENING,
     chosen_in_all,
@@ -184,7 +183,7 @@ class _BlockByBlock:
                     order, never = calibration.look()
                 if never and not by_magnitude:
                     raise GrowpruneError(
-                        f"no calibration input reaches {listed(never)}: pass batches that do, add "
+                        f"no calibration input reaches {few(never)}: pass batches that do, add "
                         f"them to keep_dense, or prune them by magnitude with unreached='magnitude'"
                     )
                 for number, block in enumerate(order):
@@ -210,12 +209,12 @@ class _BlockByBlock:
         own.editor.lost = {}
         asked_for = {weight.name for weight in never}
         if lost := [name for name in self._by_magnitude if name not in asked_for]:
-            warn(f"{listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
+            warn(f"{few(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
         if self._not_trained:
-            warn(f"{listed(self._not_trained)} cannot be called on its own, so it was not reconstructed")
+            warn(f"{few(self._not_trained)} cannot be called on its own, so it was not reconstructed")
         if self._dampened:
             warn(
-                f"the Hessian of {listed(self._dampened)} could not be inverted, so it was dampened by "
+                f"the Hessian of {few(self._dampened)} could not be inverted, so it was dampened by "
                 f"{max(self._dampened.values()):.0%} of its mean diagonal; more calibration data may help"
             )
 

@@ -430,7 +430,7 @@ class Settings:
 
     def _warn_of_peak(self, plan: Plan, weights: Sequence[Weight]) -> None:
         """Warn if one layer has most of a large model, so that the default limit of live weights cannot be kept."""
-        total, share = sum([weight.numel for weight in weights]), plan.partition.largest_share
+        total, share = sum(weight.numel for weight in weights), plan.partition.largest_share
         if not self.is_start_open or share <= 0.5 or total < LARGE_MODEL:
             return
         limits = [edit.within or 0 for scheduled in walk(plan) for edit in scheduled.phase.edits]
@@ -556,9 +556,9 @@ dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and 
     others = {name: parameter for name, parameter in parameters.items() if name not in pruned | layers.keys()}
     modules = dict.fromkeys(name.rpartition(".")[0] for name, parameter in others.items() if parameter.ndim > 1)
     dense += [f"{path} ({type(model.get_submodule(path)).__name__})" for path in list(modules)[:5]]
-    small = sum([parameter.numel() for parameter in others.values() if parameter.ndim < 2])
+    small = sum(parameter.numel() for parameter in others.values() if parameter.ndim < 2)
     dense += [f"{small:,} parameters of norms and biases"] if small else []
-    total = weights + sum([parameter.numel() for name, parameter in parameters.items() if name not in pruned])
+    total = weights + sum(parameter.numel() for name, parameter in parameters.items() if name not in pruned)
     count = _num_layers(resolved.weights)
     facts = (
         f"{said.name} to sparsity {resolved.sparsity:g} in {resolved.num_iterations:,} iterations",
