@@ -812,13 +812,13 @@ def test_without_a_compiler_it_stays_in_torch_which_is_said_once(monkeypatch: py
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), Small0()), torch.randn(4, 64)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    library.library.cache_clear()
+    library.found_once.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found .*: the model stays in torch") as said:
             deployed = check(model, x, sparsity=0.95)
         assert len(said) == 1
     finally:
-        library.library.cache_clear()
+        library.found_once.cache_clear()
     assert deployed.is_in_torch
     assert {row.layer: row.choice for row in deployed.table} == {"0": "torch", "2.conv": "torch"}
 

@@ -31,9 +31,9 @@ def built() -> str:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and a process that has loaded nothing yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.library.cache_clear()
+    library.found_once.cache_clear()
     yield tmp_path / "growprune" / "kernels"
-    library.library.cache_clear()
+    library.found_once.cache_clear()
 
 
 @pytest.fixture
@@ -123,6 +123,8 @@ def test_a_compiler_that_fails_is_named_with_its_command_and_log(
     calls = fake_compiler(tmp_path, monkeypatch, 'echo "no such instruction" >&2; exit 3')
     with pytest.raises(library.BuildError, match=r"fake c\+\+' .*-O3 .* ended with 3, its log is ") as raised:
         library.library()
+    with pytest.raises(library.BuildError):
+        library.library()  # which does not try again
     (log,) = cache.iterdir()
     assert str(log) in str(raised.value) and num_lines(calls) == 1
     assert "no such instruction" in log.read_text() and "-march=native" in log.read_text()

@@ -146,10 +146,20 @@ class Compiler:
     version: str
 
 
-@functools.cache
 def library() -> Library:
     """The library, built if need be. Raises BuildError."""
-    return Library(open_or_build())
+    if isinstance(found := found_once(), BuildError):
+        raise found
+    return found
+
+
+@functools.cache
+def found_once() -> Library | BuildError:
+    """The library, or why there is none. A compiler that fails is not tried again."""
+    try:
+        return Library(open_or_build())
+    except BuildError as error:
+        return error
 
 
 def open_or_build() -> ctypes.CDLL:
