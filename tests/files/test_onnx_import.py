@@ -1,7 +1,6 @@
 """ONNX files of any origin as torch modules, compared with onnxruntime; deployed, and refused."""
 
-from __future__ import annotations
-
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ class Tokens(nn.Module):
         self.head = nn.Linear(32, 50, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.places[: tokens.shape[1]]
+        x = self.embed(tokens) + self.places[torch.arange(tokens.shape[1])]
         return self.head(self.block(x)).log_softmax(-1)  # type: ignore[no-any-return]
 
 
@@ -104,6 +103,7 @@ def test_an_exported_file_computes_what_the_model_did_and_its_zeros_are_found(
     fast = gp.deploy(str(path), (x,), seconds=0)
     torch.testing.assert_close(fast(x), model(x), rtol=0, atol=1e-4)
     assert "sparse" in {row.choice for row in fast.table}
+    assert not [one for one in fast.table.in_torch if "as a whole" in one]
 
 
 FEW, MANY = [2, 3], [2, 4, 6, 6]
@@ -285,6 +285,7 @@ def one_node(path: Path, kind: str, **options: Any) -> Path:
 def test_what_is_not_read_is_said_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     branch = helper.make_graph([], "branch", [], [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3])])
+    random = [helper.make_node("RandomNormal", [], ["r"], shape=[2, 3]), helper.make_node("Add", ["x", "r"], ["y"])]
     condition = [
         helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
     ]
@@ -296,6 +297,7 @@ def test_what_is_not_read_is_said_in_one_line(tmp_path: Path) -> None:
         (lambda: of_nodes(path, condition, {"x": [2, 3], "c": np.array(True)}), "If"),
         (lambda: one_node(path, "Det2", domain="mine"), "Det2"),
         (lambda: one_node(path, "NonZero"), "NonZero"),
+        (lambda: of_nodes(path, random, {"x": [2, 3]}), "RandomNormal"),
         (lambda: of_nodes(path, two, {"x": MANY}), "MaxPool with several outputs"),
         (lambda: path.write_bytes(b"no graph at all"), str(path)),
         (lambda: path.unlink(), str(path)),
@@ -322,6 +324,28 @@ def test_attributes_that_are_not_read_are_refused(
     path = of_nodes(tmp_path / "m.onnx", [node], {"x": MANY, **stored}, opset=opset, shape=["n"] * 4)
     with pytest.raises(gp.GrowpruneError, match=kind):
         gp.from_onnx(path)(torch.ones(MANY))
+
+
+def test_what_an_onnx_file_does_not_need_is_refused(tmp_path: Path) -> None:
+    path = one_node(tmp_path / "m.onnx", "Relu")
+    with pytest.raises(gp.GrowpruneError, match="into"):
+        gp.deploy(path, into=nn.Linear(3, 3))
+
+
+def test_a_model_is_copied_saved_and_trained_sparse_as_any_other(tmp_path: Path) -> None:
+    gp.export_onnx(Images().eval(), tmp_path / "m.onnx", torch.randn(2, 3, 9, 9))
+    model, x = gp.from_onnx(tmp_path / "m.onnx"), torch.randn(2, 3, 9, 9)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    sparsifier = gp.sparsify(model, optimizer, sparsity=0.8, iterations=20)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    again = gp.from_onnx(tmp_path / "m.onnx")
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x)) and sparsifier.is_finished
+    assert sparsifier.sparsity == pytest.approx(0.8, abs=0.01)
 
 
 def test_a_file_without_zeros_is_not_deployed(tmp_path: Path) -> None:

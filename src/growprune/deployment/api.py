@@ -86,6 +86,9 @@ def deploy(
     """
     where, onnx_file = checked_device(device), None
     if isinstance(model, (str, os.PathLike)) and os.fspath(model).endswith(".onnx"):
+        if into is not None or where.type != "cpu":
+            unused = "into" if into is not None else "device"
+            raise GrowpruneError(f"{unused} does not go with an ONNX file, which has its code and runs on the CPU")
         onnx_file, model = os.fspath(model), from_onnx(model)
         if all(bool(p.all()) for p in model.layers.parameters() if p.dim() > 1):
             raise GrowpruneError(f"{onnx_file} has no weights that are zero: give a pruned model")

@@ -7,6 +7,7 @@ onnx itself, in numpy; everything else by the functions of `OPERATIONS`, in torc
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -67,23 +68,24 @@ class OnnxModel(nn.Module):
         self.path, self.opset = path, _opset(model)
         known = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
         known |= {one.values.name: _dense(one) for one in model.graph.sparse_initializer}
-        self.inputs = {one.name: one.type.tensor_type for one in model.graph.input if one.name not in known}
+        given = [one for one in model.graph.input if one.name not in known]
+        self.inputs = {one.name: copy.deepcopy(one.type.tensor_type) for one in given}
         self.outputs = [one.name for one in model.graph.output]
-        left = []  # without what depends on stored numbers alone, such as the weights of a sparse or quantized file
+        left = list[Any]()  # without what depends on stored numbers alone, such as the weights of a sparse file
         for node in model.graph.node:
             if any(one.type in (one.GRAPH, one.GRAPHS) for one in node.attribute):
                 raise GrowpruneError(f"{path} has control flow ({node.op_type}), which is not read: export it without")
-            if node.domain in ("", "ai.onnx") and all(name in known or not name for name in node.input):
-                found = _in_numpy(node, [known.get(name) for name in node.input], self.opset)
-                known |= _by_name(node, found)
+            is_random = node.op_type.startswith("Random")  # which has no input either
+            if _is_standard(node) and not is_random and all(name in known or not name for name in node.input):
+                known |= _by_name(node, _in_numpy(node, [known.get(name) for name in node.input], self.opset))
             else:
-                left.append(node)
+                left.append(copy.deepcopy(node))  # a node of the file would keep all of it in memory
         sizes, unread = set(known), set()  # what is known when the shapes of the inputs are
         used = {*self.outputs, *(name for node in left for name in node.input if name)}
         for node in left:
-            if node.op_type == "Shape" or all(name in sizes or not name for name in node.input):
+            if node.op_type == "Shape" or (node.input and all(name in sizes or not name for name in node.input)):
                 sizes.update(node.output)
-            elif node.op_type not in {*OPERATIONS, *LAYERS} or node.domain not in ("", "ai.onnx"):
+            elif node.op_type not in {*OPERATIONS, *LAYERS} or not _is_standard(node):
                 unread.add(node.op_type)
             elif node.op_type != "Split" and used.intersection(node.output[1:]):
                 unread.add(f"{node.op_type} with several outputs")
@@ -138,8 +140,7 @@ class OnnxModel(nn.Module):
             elif not any(isinstance(value, Tensor) for value in operands):
                 found = _in_numpy(node, operands, self.opset)
             else:
-                function = OPERATIONS.get(node.op_type) or PRODUCTS[node.op_type]
-                found = function(*operands, **attributes)
+                found = OPERATIONS[node.op_type](*operands, **attributes)
             found = found if isinstance(found, (tuple, list)) else (found,)
             values |= _by_name(node, found)
         outputs = tuple(_tensor(values[name]) for name in self.outputs)
@@ -148,7 +149,6 @@ class OnnxModel(nn.Module):
     @property
     def example(self) -> tuple[Tensor, ...]:
         """Inputs of the shapes in the file, random ones. Sizes that it leaves open are 1."""
-
         generator, made = torch.Generator().manual_seed(0), []
         for name, kind in self.inputs.items():
             if not kind.HasField("shape"):
@@ -187,6 +187,10 @@ def check_like_onnxruntime(path: str | os.PathLike[str], module: Callable[..., A
             raise GrowpruneError(f"{os.fspath(path)} gives other outputs here than in onnxruntime: please report it")
 
 
+def _is_standard(node: Any) -> bool:
+    return node.domain in ("", "ai.onnx")
+
+
 def _opset(model: Any) -> int:
     return next((int(one.version) for one in model.opset_import if one.domain in ("", "ai.onnx")), OPSET)
 
@@ -221,10 +225,16 @@ def _in_numpy(node: Any, values: Sequence[Any], opset: int) -> list[Any]:
     from onnx.reference import ReferenceEvaluator
 
     if node.op_type == "GatherElements":  # onnx's own fails on some shapes
-        axis = next((one.i for one in node.attribute), 0)
-        return [np.asarray(OPERATIONS["GatherElements"](*values, axis=axis))]
+        data, at, axis = values[0], values[1], next((one.i for one in node.attribute), 0)
+        places = list(np.ogrid[tuple(map(slice, at.shape))])
+        places[axis] = at  # negative ones count from the end
+        return [data[tuple(places)]]
     given = {name: np.asarray(value) for name, value in zip(node.input, values, strict=True) if name}
-    return list(ReferenceEvaluator(node, opsets={"": opset}).run(None, given))
+    try:
+        return list(ReferenceEvaluator(node, opsets={"": opset}).run(None, given))
+    except Exception as error:  # of numpy, and its own
+        why = shorten(" ".join(str(error).split()), 200)
+        raise GrowpruneError(f"onnx cannot compute a {node.op_type} of the file ({why})") from error
 
 
 # Layers: products with stored weights
@@ -285,11 +295,11 @@ def _padding(attributes: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    array = np.ascontiguousarray(value).reshape(np.shape(value))
+    array = np.array(value, order="C")
     if array.dtype.name == "bfloat16":
-        return torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     try:
-        return torch.tensor(array)
+        return torch.from_numpy(array)
     except TypeError as error:
         raise GrowpruneError(f"the ONNX file has numbers of type {array.dtype}, which are not read") from error
 
@@ -375,11 +385,10 @@ def _slice(x: Tensor, starts: Any, ends: Any, axes: Any = None, steps: Any = Non
     by = [1] * len(begins) if steps is None else _ints(steps)
     for axis, start, end, step in zip(of, begins, _ints(ends), by, strict=True):
         kept = range(x.shape[axis])[start:end:step]
-        x = (
-            x.index_select(axis, torch.tensor(kept, dtype=torch.long))
-            if step != 1
-            else x.narrow(axis, kept.start, len(kept))
-        )
+        if step == 1:
+            x = x.narrow(axis, kept.start, len(kept))
+        else:
+            x = x.index_select(axis, torch.tensor(kept, dtype=torch.long))
     return x
 
 
@@ -436,75 +445,76 @@ def _average_pool(x: Tensor, *, ceil_mode: int = 0, count_include_pad: int = 0, 
     return function(x, kernel, strides, even, bool(ceil_mode), bool(count_include_pad))  # type: ignore[no-any-return]
 
 
-def _on_tensors(functions: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Functions of tensors, which take numpy's arrays too."""
-
-    def changed(function: Operation) -> Operation:
-        return lambda *xs, **attributes: function(*(None if x is None else _tensor(x) for x in xs), **attributes)
-
-    return {name: changed(function) for name, function in functions.items()}
+def _on_tensors(function: Operation) -> Operation:
+    """A function of tensors that takes numpy's arrays too."""
+    return lambda *xs, **attributes: function(*(None if x is None else _tensor(x) for x in xs), **attributes)
 
 
-PRODUCTS = _on_tensors(
-    {
-        "MatMul": torch.matmul,
-        "Gemm": lambda a, b, c=None, alpha=1.0, beta=1.0, transA=0, transB=0: (
-            alpha * (a.T if transA else a) @ (b.T if transB else b) + (0 if c is None else beta * c)
-        ),
-    }
+ALIKE_IN_TORCH = (
+    *("Abs", "Add", "Cos", "Erf", "Exp", "IsNaN", "Log", "MatMul", "Mul", "Neg", "Reciprocal", "Relu"),
+    *("Sigmoid", "Sin", "Sqrt", "Sub", "Tanh", "Where"),
 )
+"""Operations that torch has by the same name."""
 LAYERS: Mapping[str, Operation] = {"Conv": _conv, "Gemm": _gemm, "MatMul": _gemm}
-OPERATIONS: dict[str, Any] = _on_tensors(
-    {
-        **{"Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": _divide, "Pow": _power, "Neg": torch.neg},
-        "Min": lambda *xs: functools.reduce(torch.minimum, xs),
-        "Max": lambda *xs: functools.reduce(torch.maximum, xs),
-        **{
-            "Abs": torch.abs,
-            "Sqrt": torch.sqrt,
-            "Exp": torch.exp,
-            "Log": torch.log,
-            "Erf": torch.erf,
-            "Sin": torch.sin,
-        },
-        **{"Cos": torch.cos, "Reciprocal": torch.reciprocal, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid},
-        **{"Relu": torch.relu, "Softplus": F.softplus, "HardSwish": F.hardswish},
-        "Identity": lambda x: x,
-        "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
-        "HardSigmoid": lambda x, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
-        "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
-        "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),
-        **{"Equal": torch.eq, "Less": torch.lt, "Greater": torch.gt, "LessOrEqual": torch.le},
-        **{"GreaterOrEqual": torch.ge, "And": torch.logical_and, "Or": torch.logical_or, "Not": torch.logical_not},
-        **{"Where": torch.where, "IsNaN": torch.isnan},
-        "Concat": lambda *xs, axis: torch.cat(xs, axis),
-        "GatherElements": lambda x, indices, axis=0: x.gather(
-            axis, torch.where(indices < 0, indices + x.shape[axis], indices)
-        ),
-        **{"LayerNormalization": _layer_norm, "BatchNormalization": _batch_norm},
-        "InstanceNormalization": lambda x, scale, shift, epsilon=1e-5: F.instance_norm(
-            x, weight=scale, bias=shift, eps=epsilon
-        ),
-    }
-) | {
-    **{"ReduceMean": _over(torch.mean), "ReduceSum": _over(torch.sum), "ReduceMax": _over(torch.amax)},
-    **{"ReduceMin": _over(torch.amin), "ReduceL2": _over(lambda x, axes, keepdim: x.norm(dim=axes, keepdim=keepdim))},
-    **{"Softmax": lambda x, axis=-1: x.softmax(axis), "LogSoftmax": lambda x, axis=-1: x.log_softmax(axis)},
-    **{"Clip": _clip, "Reshape": _reshape, "Flatten": _flatten, "Unsqueeze": _unsqueeze, "Split": _split},
+OF_TENSORS: Mapping[str, Operation] = {
+    **{name: getattr(torch, name.lower()) for name in ALIKE_IN_TORCH},
+    "Div": _divide,
+    "Pow": _power,
+    "Min": lambda *xs: functools.reduce(torch.minimum, xs),
+    "Max": lambda *xs: functools.reduce(torch.maximum, xs),
+    "Equal": torch.eq,
+    "Less": torch.lt,
+    "LessOrEqual": torch.le,
+    "Greater": torch.gt,
+    "GreaterOrEqual": torch.ge,
+    "And": torch.logical_and,
+    "Or": torch.logical_or,
+    "Not": torch.logical_not,
+    "Identity": lambda x: x,
+    "Softplus": F.softplus,
+    "HardSwish": F.hardswish,
+    "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
+    "HardSigmoid": lambda x, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
+    "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),
+    "Gemm": lambda a, b, c=None, alpha=1.0, beta=1.0, transA=0, transB=0: (
+        alpha * (a.T if transA else a) @ (b.T if transB else b) + (0 if c is None else beta * c)
+    ),
+    "Concat": lambda *xs, axis: torch.cat(xs, axis),
+    "GatherElements": lambda x, at, axis=0: x.gather(axis, torch.where(at < 0, at + x.shape[axis], at)),
+    "LayerNormalization": _layer_norm,
+    "BatchNormalization": _batch_norm,
+    "InstanceNormalization": lambda x, scale, shift, epsilon=1e-5: F.instance_norm(
+        x, weight=scale, bias=shift, eps=epsilon
+    ),
+}
+OPERATIONS: dict[str, Any] = {
+    **{name: _on_tensors(function) for name, function in OF_TENSORS.items()},
+    "ReduceMean": _over(torch.mean),
+    "ReduceSum": _over(torch.sum),
+    "ReduceMax": _over(torch.amax),
+    "ReduceMin": _over(torch.amin),
+    "ReduceL2": _over(lambda x, axes, keepdim: x.norm(dim=axes, keepdim=keepdim)),
+    "Softmax": lambda x, axis=-1: x.softmax(axis),
+    "LogSoftmax": lambda x, axis=-1: x.log_softmax(axis),
+    "Clip": _clip,
+    "Cast": lambda x, to, **_: x.to(_dtype(to)),
+    "Reshape": _reshape,
+    "Flatten": _flatten,
     "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_ints(axes)),
+    "Unsqueeze": _unsqueeze,
     "Transpose": lambda x, perm=None: x.permute(perm or [*reversed(range(x.dim()))]),
-    "Expand": lambda x, shape: _tensor(x) * torch.ones((), dtype=x.dtype).expand(_ints(shape)),
+    "Expand": lambda x, shape: x * torch.ones((), dtype=x.dtype).expand(_ints(shape)),
     "Tile": lambda x, repeats: x.tile(_ints(repeats)),
-    **{
-        "Slice": _slice,
-        "Gather": _gather,
-        "GatherND": _gather_nd,
-        "CumSum": _cumsum,
-        "Pad": _pad,
-        "Cast": lambda x, to, **_: x.to(_dtype(to)),
-    },
+    "Split": _split,
+    "Slice": _slice,
+    "Gather": _gather,
+    "GatherND": _gather_nd,
+    "CumSum": _cumsum,
+    "Pad": _pad,
     "Trilu": lambda x, k=None, upper=1: (x.triu if upper else x.tril)(0 if k is None else int(k)),
-    **{"MaxPool": _max_pool, "AveragePool": _average_pool},
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
     "GlobalAveragePool": lambda x: x.mean([*range(2, x.dim())], keepdim=True),
     "GlobalMaxPool": lambda x: x.amax([*range(2, x.dim())], keepdim=True),
     "Dropout": lambda x, *_, **__: x,
