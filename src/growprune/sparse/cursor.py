@@ -105,7 +105,7 @@ class Cursor:
         self.num_steps_after = 0
         """The number of steps of the attached optimizer after the end of the plan."""
         if sparse.cursor is None or sparse.cursor.is_over:
-            sparse.wait_for(self)
+            sparse._waiting = weakref.ref(self)  # steps are refused until the plan has begun
 
     # Three ways to go through a plan
 
@@ -161,11 +161,6 @@ class Cursor:
         """The optimizer whose steps advance the plan: the one attached last."""
         return None if self._clock is None else self._clock()
 
-    @property
-    def is_clocked(self) -> bool:
-        """True if an optimizer advances the plan, or did so while it existed."""
-        return self._clock is not None
-
     def step(self) -> None:
         """Advance by a step that the clock has made."""
         if self.is_over:
@@ -182,11 +177,8 @@ class Cursor:
 
     def _begin_counting(self) -> None:
         """Start counting iterations. Raise, before anything is done, if the length of a phase is unknown."""
-        self._lengths = self._lengths or self._counted()
+        self._lengths = self._lengths or tuple([self.length_of(scheduled.phase) for scheduled in self.schedule])
         self._is_counting = True
-
-    def _counted(self) -> tuple[int, ...]:
-        return tuple([self.length_of(scheduled.phase) for scheduled in self.schedule])
 
     # Where it stands
 
@@ -223,7 +215,7 @@ class Cursor:
     @property
     def num_iterations(self) -> int:
         """The number of iterations of the plan."""
-        return sum(self._lengths or self._counted())
+        return sum(self._lengths or [self.length_of(scheduled.phase) for scheduled in self.schedule])
 
     @property
     def progress(self) -> float:
@@ -304,9 +296,8 @@ class Cursor:
         """Return the place in the plan. An exact resume also needs the states of SparseModel, model and optimizer."""
         place = {"position": self.position, "trail": self._trail, "is_over": self.is_over}
         count = {"iteration": self.iteration, "start": self.start, "is_counting": self._is_counting}
-        count["num_steps_after"] = self.num_steps_after
         rule = {} if self.rule is None else self.rule.state_dict()
-        return {**place, **count, "rule": rule}
+        return {**place, **count, "num_steps_after": self.num_steps_after, "rule": rule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a cursor of the same plan. Load the SparseModel's state first."""

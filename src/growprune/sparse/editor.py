@@ -165,8 +165,8 @@ class Editor:
         alive = self.num_alive(self.weights)
         pools = self.pools(edit, alive)
         counts = [total_of(pool, alive) for pool in pools]
-        pools = within_one(pools, counts, edit.action)
-        return not any(_is_wrong_way(edit, pool, now) for pool, now in zip(pools, counts, strict=True))
+        pairs = zip(within_one(pools, counts, edit.action), counts, strict=True)
+        return not any(_is_wrong_way(edit, pool, now) for pool, now in pairs)
 
     def is_done(self, edit: Edit) -> bool:
         """True if the total of live weights is already what the edit leaves, however layers share it."""

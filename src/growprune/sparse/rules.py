@@ -120,7 +120,8 @@ class AsideRule(RunningRule):
         super().__init__(own, part, why)
         self.w: dict[str, Tensor] = {}
 
-    def begin(self) -> None:
+    @torch.no_grad()
+    def enter(self) -> None:
         self.w = {name: self.parameter(name).detach().clone() for name in self.names}
 
     @torch.no_grad()
@@ -134,32 +135,27 @@ class AsideRule(RunningRule):
         for name in names:
             self.w[name].copy_(self.parameter(name).detach())
 
-    def saved(self) -> dict[str, Tensor]:
-        """Return copies of the dense weights, which steps change in place."""
-        return {name: tensor.clone() for name, tensor in self.w.items()}
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": {name: tensor.clone() for name, tensor in self.w.items()}}  # which steps change in place
 
-    def load_aside(self, w: Mapping[str, Tensor]) -> None:
-        self.w = {name: tensor.clone() for name, tensor in self.here(w).items()}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.w = {name: tensor.clone() for name, tensor in self.here(state["w"]).items()}
 
 
 class Iterations:
     """Count iterations by the parameters that are stepped. Several optimizers may step one after the other."""
 
-    def __init__(self) -> None:
-        self.begun = 0
+    def __init__(self, begun: int = 0) -> None:
+        self.begun = begun
         self._stepped: set[str] = set()
 
     def step(self, names: Iterable[str]) -> bool:
         """Record that these are stepped. Return True if that begins an iteration, as when one of them steps again."""
-        names = set(names)
         is_new = not self._stepped or not self._stepped.isdisjoint(names)
         if is_new:
             self.begun, self._stepped = self.begun + 1, set()
-        self._stepped |= names
+        self._stepped.update(names)
         return is_new
-
-    def resume(self, begun: int) -> None:
-        self.begun, self._stepped = begun, set()
 
 
 class AdmmRule(RunningRule):
@@ -202,7 +198,7 @@ class AdmmRule(RunningRule):
         return {"iteration": self._iterations.begun, "Z": dict(self.Z), "U": dict(self.U)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._iterations.resume(state["iteration"])
+        self._iterations = Iterations(state["iteration"])
         self.Z, self.U = self.here(state["Z"]), self.here(state["U"])
 
 
@@ -300,7 +296,7 @@ class DpfRule(AsideRule):
 
     @torch.no_grad()
     def enter(self) -> None:
-        self.begin()
+        super().enter()
         self._prune()
 
     @torch.no_grad()
@@ -336,12 +332,11 @@ class DpfRule(AsideRule):
 
     def state_dict(self) -> dict[str, Any]:
         place = {"iteration": self._iterations.begun, "target": self._target}
-        return {**place, "w": self.saved(), "m": dict(self.m)}
+        return {**place, **super().state_dict(), "m": dict(self.m)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._iterations.resume(state["iteration"])
-        self._target = state["target"]
-        self.load_aside(state["w"])
+        super().load_state_dict(state)
+        self._iterations, self._target = Iterations(state["iteration"]), state["target"]
         self.m = self.here(state["m"])
 
 
@@ -361,7 +356,7 @@ class StrRule(AsideRule):
 
     @torch.no_grad()
     def enter(self) -> None:
-        self.begin()
+        super().enter()
         for weight in self.weights:
             w = self.w[weight.parameter]
             dtype = torch.promote_types(w.dtype, torch.float32)
@@ -400,10 +395,10 @@ class StrRule(AsideRule):
         return {"sparsity": 1 - alive / total if total else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"w": self.saved(), "s": {name: s.clone() for name, s in self.s.items()}}
+        return {**super().state_dict(), "s": {name: s.clone() for name, s in self.s.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.load_aside(state["w"])
+        super().load_state_dict(state)
         device = {weight.name: self.w[weight.parameter].device for weight in self.weights}
         self.s = {name: torch.clone(s).to(device[name]) for name, s in state["s"].items()}
 
