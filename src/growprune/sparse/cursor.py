@@ -89,8 +89,7 @@ class Cursor:
         self._is_begun = is_begun
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False  # until `advance` or an optimizer counts iterations
-        self._lengths: tuple[int, ...] = ()
-        """The iterations of each phase, once they are counted."""
+        self._lengths: tuple[int, ...] = ()  # of each phase in iterations, once they are counted
         self._clock: weakref.ref[torch.optim.Optimizer] | None = None
         self._is_fresh = False  # whether a phase that began with the last advance has a fresh optimizer
         self.iteration = 0
@@ -171,9 +170,8 @@ class Cursor:
     def _advance_all(self, iteration: int) -> None:
         """Advance, and reset attached optimizers where a phase restarts."""
         self._advance(iteration)
-        if self._is_fresh:
-            for optimizer in self.sparse.optimizers():
-                optimizer.state.clear()
+        for optimizer in self.sparse.optimizers() if self._is_fresh else ():
+            optimizer.state.clear()
 
     def _begin_counting(self) -> None:
         """Start counting iterations. Raise, before anything is done, if the length of a phase is unknown."""
@@ -249,7 +247,6 @@ class Cursor:
         return self.current
 
     def end(self) -> None:
-        """Leave the last phase."""
         self.is_over = True
         self.sparse.rule = None
         self.sparse.watch(())

@@ -168,7 +168,6 @@ class SparseModel:
         """A counter that changes whenever masks may have changed: by edits, by a rule, or by a loaded state."""
         self._densities: dict[str, float] | None = None
         self._waiting: weakref.ref[Cursor] | None = None
-        """A cursor of the model, whose plan may not have begun."""
         self._has_stepped = False
         self._has_warned = False
         self._is_replicated = False
@@ -311,9 +310,7 @@ class SparseModel:
         if None in [OWNERS.get(parameter, self) for parameter in parameters]:
             raise GrowpruneError(STALE)
         if isinstance(inner, torch.optim.Muon) and self.storage == "compact" and self.trained_by(inner):
-            raise GrowpruneError(
-                "Muon cannot train weights in compact storage, which are not 2-D: use storage='masked'"
-            )
+            raise GrowpruneError("Muon cannot train weights in compact storage (not 2-D): use storage='masked'")
         check_rates(self.lr_scaling, inner)
         self._own_parameters()
         stepper = stepper_of(inner)
@@ -366,7 +363,7 @@ class SparseModel:
         self.check_not_released()
         if self.ranks is not None:
             raise GrowpruneError(
-                "a sharded model cannot be made dense on one rank: save it, and load it into a new model"
+                "a sharded model cannot be made dense on one rank: save it, and load it into a new one"
             )
         self.check_zeros()
         self._let_go(
@@ -385,8 +382,15 @@ class SparseModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         """Return an independent copy of the model and its masks, with no optimizer, plan, rule or replicas."""
         memo[id(self)] = clone = object.__new__(type(self))
-        memo |= {id(passing): None for passing in (self.rule, self.cursor, self.gradients.add_up) if passing is not None}
-        fresh = {"steppers": weakref.WeakSet(), "_handles": [], "_waiting": None, "_is_replicated": False}
+        memo |= {
+            id(passing): None for passing in (self.rule, self.cursor, self.gradients.add_up) if passing is not None
+        }
+        fresh: dict[str, Any] = {
+            "steppers": weakref.WeakSet(),
+            "_handles": [],
+            "_waiting": None,
+            "_is_replicated": False,
+        }
         state = {name: value for name, value in vars(self).items() if name not in fresh}
         vars(clone).update(copy.deepcopy(state, memo) | fresh)
         if not clone._gone:
@@ -452,10 +456,10 @@ class SparseModel:
                 raise GrowpruneError(
                     f"only one of the state dict and the model has {unlike[0]}: pass one of this model"
                 )
-            shapes = {name: getattr(state[name], "shape", None) for name in mine}
             for name, tensor in mine.items():
-                if shapes[name] != (shape := getattr(tensor, "shape", None)):
-                    raise GrowpruneError(f"{name} has shape {shapes[name]} in the state dict, but {shape} here")
+                given, shape = (getattr(one, "shape", None) for one in (state[name], tensor))
+                if given != shape:
+                    raise GrowpruneError(f"{name} has shape {given} in the state dict, but {shape} here")
         self.restore_groups()
 
         def values(name: str) -> Tensor:
@@ -673,7 +677,9 @@ class SparseModel:
                 group["params"] = [new if p is old else p for p in group["params"]]
             if optimizer not in dense:
                 continue
-            if _follows(optimizer, optimizer.state.pop(old), old):
+            state = [t for t in optimizer.state.pop(old).values() if isinstance(t, Tensor) and t.numel() > 1]
+            # Adafactor's state belongs to rows and columns, so it cannot move to another shape
+            if "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in state):
                 optimizer.state[new] = _reshaped(dense[optimizer], stored.shape, stored.from_dense)
             elif not self._has_warned:
                 self._has_warned = True
@@ -781,6 +787,7 @@ class SparseModel:
 
     def train_replicas(self) -> None:
         """Make all processes choose the same weights, and compare their masks before each step after a change."""
+
         def summed(tensor: Tensor) -> Tensor:
             total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
             distributed.all_reduce(total)
@@ -1016,12 +1023,6 @@ def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[
     }
 
 
-def _follows(optimizer: torch.optim.Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
-    """True if state can move to a parameter of another shape: not if it belongs to rows and columns."""
-    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
-    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)
-
-
 def _owner(parameter: Tensor) -> SparseModel | None:
     return reference() if (reference := OWNERS.get(parameter)) is not None else None
 
@@ -1082,8 +1083,7 @@ def check_model(model: nn.Module, *, storage: str | None = None) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") and name not in sharded:
             raise GrowpruneError(
-                f"{name} is already sharded (it is a DTensor): create the SparseModel from the plain model, then shard "
-                f"it"
+                f"{name} is already sharded (a DTensor): create the SparseModel from the plain model, then shard it"
             )
         if is_lazy(parameter):
             raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")

@@ -253,8 +253,7 @@ class Stepper:
     # State
 
     def _follow_loaded_state(self, loaded: Optimizer) -> None:
-        """Remember that state was just loaded, which the next step masks."""
-        self.state_came_first = False
+        self.state_came_first = False  # the next step masks it
 
     def _follow_dtype(self, optimizer: Optimizer) -> None:
         """Convert state if the model's dtype has changed since the last step, which torch does not do."""
@@ -293,9 +292,9 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
     """Return the stepper of an optimizer, made when it is first needed."""
-    stepper: Stepper | None = vars(optimizer).get(STEPPER)
-    if stepper is None:
-        stepper = vars(optimizer)[STEPPER] = Stepper(optimizer)
+    if STEPPER not in vars(optimizer):
+        vars(optimizer)[STEPPER] = Stepper(optimizer)
+    stepper: Stepper = vars(optimizer)[STEPPER]
     return stepper
 
 
@@ -407,8 +406,7 @@ def check_rates(lr_scaling: Exponent, optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if any("lr" not in group for group in optimizer.param_groups):
         raise GrowpruneError(
-            f"lr_scaling={exponent:g} needs a learning rate, but {name} has none: use lr_scaling=0, or an optimizer "
-            f"with an lr"
+            f"lr_scaling={exponent:g} needs a learning rate, but {name} has none: use lr_scaling=0, or another optimizer"
         )
     if adapts_its_rate(optimizer):
         raise GrowpruneError(
@@ -421,11 +419,10 @@ def adapts_its_rate(optimizer: Optimizer) -> bool:
     """True for Prodigy and D-Adaptation, which refuse different rates, and for schedule-free optimizers.
 
     Their param groups hold running numbers of the whole training: an estimated distance d, or the sum of all weights of
-    an average.
+    an average. Adafactor's d is where it clips updates.
     """
-    if isinstance(optimizer, Adafactor):
-        return False  # its d is where it clips updates
-    return any(not {"d", "weight_sum"}.isdisjoint(group) for group in optimizer.param_groups)
+    is_running = any(not {"d", "weight_sum"}.isdisjoint(group) for group in optimizer.param_groups)
+    return is_running and not isinstance(optimizer, Adafactor)
 
 
 def rate_factor(density: float, exponent: float) -> float:

@@ -40,6 +40,7 @@ from growprune.storage.kernels import Layout
 from growprune.storage.masked import hookable
 from growprune.storage.parameter import SparseParameter, uncompiled
 
+
 class Compact(SparseParameter):
     """A parameter stored as its live values."""
 

@@ -125,6 +125,7 @@ class SparseParameter(Protocol):
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
+
 def uncompiled(hook: Hook) -> Hook:
     """Wrap a hook so that torch.compile breaks the graph at it.
 
