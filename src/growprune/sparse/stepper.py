@@ -406,7 +406,7 @@ def check_rates(lr_scaling: Exponent, optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if any("lr" not in group for group in optimizer.param_groups):
         raise GrowpruneError(
-            f"lr_scaling={exponent:g} needs a learning rate, but {name} has none: use lr_scaling=0, or another optimizer"
+            f"lr_scaling={exponent:g} needs a learning rate, but {name} has none: use lr_scaling=0 or another optimizer"
         )
     if adapts_its_rate(optimizer):
         raise GrowpruneError(
