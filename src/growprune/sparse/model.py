@@ -343,9 +343,7 @@ class SparseModel:
             if layout is None:
                 dense.append((module, local, own))
             elif not torch.equal(layout.mask().cpu(), own.mask().cpu()):
-                raise GrowpruneError(
-                    f"{name} of the copy is compact and has another mask: copy the model again after edits"
-                )
+                raise GrowpruneError(f"{name} of the copy is compact and has another mask: copy the model after edits")
         with torch.no_grad():
             for module, local, own in dense:
                 target = module.get_parameter(local)
@@ -362,9 +360,7 @@ class SparseModel:
         """
         self.check_not_released()
         if self.ranks is not None:
-            raise GrowpruneError(
-                "a sharded model cannot be made dense on one rank: save it, and load it into a new one"
-            )
+            raise GrowpruneError("a sharded model cannot be made dense on one rank: save it and load it into a new one")
         self.check_zeros()
         self._let_go(
             "the model was made dense by to_dense_(): create a new SparseModel from it",
@@ -382,15 +378,8 @@ class SparseModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         """Return an independent copy of the model and its masks, with no optimizer, plan, rule or replicas."""
         memo[id(self)] = clone = object.__new__(type(self))
-        memo |= {
-            id(passing): None for passing in (self.rule, self.cursor, self.gradients.add_up) if passing is not None
-        }
-        fresh: dict[str, Any] = {
-            "steppers": weakref.WeakSet(),
-            "_handles": [],
-            "_waiting": None,
-            "_is_replicated": False,
-        }
+        memo |= {id(one): None for one in (self.rule, self.cursor, self.gradients.add_up) if one is not None}
+        fresh: dict[str, Any] = dict(steppers=weakref.WeakSet(), _handles=[], _waiting=None, _is_replicated=False)
         state = {name: value for name, value in vars(self).items() if name not in fresh}
         vars(clone).update(copy.deepcopy(state, memo) | fresh)
         if not clone._gone:
@@ -453,9 +442,7 @@ class SparseModel:
         if state is not None:  # all is checked before anything is changed
             mine = self.model.state_dict()
             if unlike := sorted(mine.keys() ^ state.keys()):
-                raise GrowpruneError(
-                    f"only one of the state dict and the model has {unlike[0]}: pass one of this model"
-                )
+                raise GrowpruneError(f"only one of the state dict and the model has {unlike[0]}: pass this model's")
             for name, tensor in mine.items():
                 given, shape = (getattr(one, "shape", None) for one in (state[name], tensor))
                 if given != shape:
@@ -803,7 +790,7 @@ class SparseModel:
         for mask in self.packed_masks().values():
             digest.update(mask.cpu().numpy().tobytes())
         mine = int.from_bytes(digest.digest()[:7], "little")
-        device = next(iter(self.stored.values())).parameter.device if self.stored else None
+        device = next((stored.parameter.device for stored in self.stored.values()), None)
         extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
         distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
         if extremes.sum().item():  # the largest digest minus the smallest

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.masks.layers import Weight
 from growprune.masks.patterns import in_one_go
 from growprune.masks.ranking import choose, random_keys, salt_of
 from growprune.methods.admm import Admm
@@ -168,29 +167,21 @@ class AdmmRule(RunningRule):
         self.Z: dict[str, Tensor] = {}  # Z and U are made of the weights as the first step finds them
         self.U: dict[str, Tensor] = {}
 
-    @property
-    def W(self) -> dict[str, Tensor]:
-        return {name: self.parameter(name) for name in self.names}
-
     @torch.no_grad()
     def before_step(self, trained: Mapping[str, float]) -> None:
-        own = self.ours(trained)
+        own, W = self.ours(trained), {name: self.parameter(name) for name in self.names}
         if own and self._iterations.step(own):
-            self._begin_iteration(self._iterations.begun - 1)
-        for name, w in self.W.items():
-            if w.grad is not None and name in own:
-                w.grad.add_(w - self.Z[name] + self.U[name], alpha=self.rule.rho)
+            if self._iterations.begun == 1:
+                self.U = {name: torch.zeros_like(w) for name, w in W.items()}
+                self.Z = self._project(W)
+            elif (self._iterations.begun - 1) % self.rule.every == 0:
+                self.Z = self._project({name: w + self.U[name] for name, w in W.items()})
+                self.U = {name: self.U[name] + w - self.Z[name] for name, w in W.items()}
+        for name in own:
+            if (gradient := W[name].grad) is not None:
+                gradient.add_(W[name] - self.Z[name] + self.U[name], alpha=self.rule.rho)
 
-    def _begin_iteration(self, number: int) -> None:
-        W = self.W
-        if number == 0:
-            self.U = {name: torch.zeros_like(w) for name, w in W.items()}
-            self.Z = self._project(W)
-        elif number % self.rule.every == 0:
-            self.Z = self._project({name: w + self.U[name] for name, w in W.items()})
-            self.U = {name: self.U[name] + w - self.Z[name] for name, w in W.items()}
-
-    def _project(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _project(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         masks = self._own.editor.kept(prune(self.rule.part, to=self.rule.to), values)
         return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
 
@@ -236,19 +227,16 @@ class DeeprRule(RunningRule):
     def after_step(self, trained: Mapping[str, float]) -> None:
         masks = {name: self._own.stored[name].mask().clone() for name in self.ours(trained)}
         for name, mask in masks.items():
-            self._shake(name, mask, trained[name])
+            p, temperature = self.parameter(name), self.rule.temperature_at(self._iteration[name])
+            generator = torch.Generator(p.device).manual_seed(self._salt(name, "noise") >> 1)
+            noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+            p.add_(noise.mul_(mask), alpha=math.sqrt(2 * trained[name] * temperature))
         before = {name: self._sign.pop(name) for name in masks}  # what was zero is new, and gets its sign now
         died = {name: (sign != 0) & (self.parameter(name).sign() != sign) for name, sign in before.items()}
         self._rewire(masks, died)
         for name in masks:
             self._iteration[name] += 1
         self.num_rewirings += 1
-
-    def _shake(self, name: str, mask: Tensor, lr: float) -> None:
-        parameter, temperature = self.parameter(name), self.rule.temperature_at(self._iteration[name])
-        generator = torch.Generator(parameter.device).manual_seed(self._salt(name, "noise") >> 1)
-        noise = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
-        parameter.add_(noise.mul_(mask), alpha=math.sqrt(2 * lr * temperature))
 
     def _rewire(self, masks: Mapping[str, Tensor], died: Mapping[str, Tensor]) -> None:
         weights = [weight for weight in self.weights if weight.parameter in masks]
@@ -258,18 +246,14 @@ class DeeprRule(RunningRule):
             masks[name].logical_and_(~died[name])
             self._own.editor.set_mask(name, masks[name])
         for weight, count in zip(weights, counts, strict=True):
-            if count:
-                self._revive(weight, weight.of(masks[weight.parameter]), count)
+            if count:  # as many random dead weights
+                mask = weight.of(masks[weight.parameter])
+                keys = random_keys(0, mask.numel(), self._salt(weight.parameter, weight.name), mask.device)
+                keys.mul_(~mask.reshape(-1))
+                (chosen,) = choose([lambda keys=keys: iter([keys.clone()])], count, device=keys.device)  # type: ignore[misc]
+                mask.logical_or_(torch.cat(list(chosen)).view(mask.shape))
         for name in changed:
             self._own.editor.set_mask(name, masks[name])
-
-    def _revive(self, weight: Weight, mask: Tensor, count: int) -> None:
-        """Make `count` random dead weights live in a mask."""
-        keys = random_keys(0, mask.numel(), self._salt(weight.parameter, weight.name), mask.device)
-        keys.mul_(~mask.reshape(-1))
-        walks = choose([lambda: iter([keys.clone()])], count, device=keys.device)
-        (chosen,) = (torch.cat(list(chunks)) for chunks in walks)
-        mask.logical_or_(chosen.view(mask.shape))
 
     def _salt(self, parameter: str, what: str) -> int:
         """Return the seed of a parameter's random numbers in this iteration, the same on every machine."""

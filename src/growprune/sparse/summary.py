@@ -177,8 +177,8 @@ def _num_mask_bytes(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, i
         return 0
     if alive - num_outside(mask.shape, weights) > as_bits // 2:  # each live weight has a gap of a byte at least
         return as_bits
-    name, value_bytes = weights[0].parameter, alive * itemsize
-    bits, gaps = encode_mask(mask, weights, pattern, itemsize, name, value_bytes=value_bytes)
+    name = weights[0].parameter
+    bits, gaps = encode_mask(mask, weights, pattern, itemsize, name, value_bytes=alive * itemsize)
     return (bits if gaps is None else gaps).nbytes
 
 

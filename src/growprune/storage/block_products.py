@@ -42,13 +42,11 @@ from growprune.masks.patterns import Block, Pattern
 from growprune.storage import kernels
 
 WAYS = ("auto", "sparse", "dense")
-VARIABLE = "GROWPRUNE_BLOCK_PRODUCTS"
 log = logging.getLogger(__name__)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-WAY = os.environ.get(VARIABLE, "auto")
+WAY = os.environ.get("GROWPRUNE_BLOCK_PRODUCTS", "auto")
 """How layers with large blocks multiply: "sparse" over live blocks, "dense" with the weight, "auto" by density."""
-
 
 PAYS_BELOW = {32: 0.2, 64: 0.3}
 """The highest density at which products use live blocks, by the smaller side of a block."""
@@ -108,7 +106,7 @@ def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:
 
 def check_environment() -> None:
     if WAY not in WAYS:
-        raise GrowpruneError(f"{VARIABLE} must be one of {', '.join(WAYS)}, got {WAY!r}")
+        raise GrowpruneError(f"GROWPRUNE_BLOCK_PRODUCTS must be one of {', '.join(WAYS)}, got {WAY!r}")
 
 
 def can_run(blocks: LiveBlocks, x: Tensor) -> bool:

@@ -168,7 +168,10 @@ class Masked(SparseParameter):
 
     def _zero_off(self, tensor: Tensor) -> None:
         if type(tensor) not in (Tensor, nn.Parameter) and is_wrapped(tensor):
-            zero_wrapped_off(self.mask(), tensor)
+            values, mask = plain(tensor), self.mask()
+            if bool(values.masked_fill(mask, 0).any()):  # only then, because quantizing again may round again
+                with torch.no_grad():
+                    tensor.copy_(torch.where(mask, values, 0))
         elif self._bits and (flat := self._flat(tensor)) is not None:
             kernels.zero_off(*flat)
             torch.autograd.graph.increment_version(tensor)
@@ -268,14 +271,3 @@ def plain(tensor: Tensor) -> Tensor:
     if not is_wrapped(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-@torch.no_grad()
-def zero_wrapped_off(mask: Tensor, tensor: Tensor) -> None:
-    """Set a wrapped tensor to zero where a mask is False, as far as it can represent zeros.
-
-    It is written to only if that changes something, because quantizing again may round again.
-    """
-    values = plain(tensor)
-    if bool(values.masked_fill(mask, 0).any()):
-        tensor.copy_(torch.where(mask, values, 0))
