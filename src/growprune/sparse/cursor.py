@@ -122,7 +122,7 @@ class Cursor:
         whole = plain(iteration)
         if isinstance(whole, bool) or not isinstance(whole, int):
             raise GrowpruneError(
-                f"advance takes the number of iterations that are done, an integer such as 3, got {iteration!r}"
+                f"advance takes the number of iterations done, an integer such as 3, got {iteration!r}"
             )
         if whole < self.iteration:
             raise GrowpruneError(
@@ -271,8 +271,7 @@ class Cursor:
             self._watch()
 
     def _begin_rule(self, phase: Phase | None) -> None:
-        rule = None if phase is None else phase.rule
-        self.sparse.rule = None if rule is None else running(rule, self.sparse)
+        self.sparse.rule = None if phase is None or phase.rule is None else running(phase.rule, self.sparse)
 
     def _place_at(self, scheduled: ScheduledPhase) -> None:
         self.position, self._trail = scheduled.index, onward(self._trail, scheduled)

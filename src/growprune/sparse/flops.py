@@ -175,9 +175,7 @@ def cost_factors(model: nn.Module, example: Any, weights: Sequence[Weight], powe
     The cost is the number of FLOPs per element of the dense weight, relative to that of the cheapest layer.
     """
     if example is None:
-        raise GrowpruneError(
-            f"cost_power={power:g} needs example=, an input of the model, to count the operations of each layer"
-        )
+        raise GrowpruneError(f"cost_power={power:g} needs example=, an input of the model, to count operations")
     device = next(model.parameters()).device
     example = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
     flops = count_flops(model, example).by_weight

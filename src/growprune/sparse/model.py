@@ -1070,7 +1070,8 @@ def check_model(model: nn.Module, *, storage: str | None = None) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") and name not in sharded:
             raise GrowpruneError(
-                f"{name} is already sharded (a DTensor): create the SparseModel from the plain model, then shard it"
+                f"{name} is already sharded (it is a DTensor): create the SparseModel from the plain model, then shard "
+                f"it"
             )
         if is_lazy(parameter):
             raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")

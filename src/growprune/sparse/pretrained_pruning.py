@@ -84,9 +84,7 @@ def prune_pretrained(
     _check(model, by, unreached, allocation or "uniform", reconstruct)
     check_counts(1, steps=steps)
     if steps > 1 and isinstance(parse_pattern(pattern), NofM):
-        raise GrowpruneError(
-            f"steps={steps} does not work with the pattern {pattern}, which has one sparsity: use steps=1"
-        )
+        raise GrowpruneError(f"steps={steps} does not work with {pattern}, which has one sparsity: use steps=1")
     batches = None if by == "magnitude" and not reconstruct else read_batches(batches)
     if keep_dense == "auto":
         keep_dense = output_layers(model, batches[0] if batches and forward is None else None)[0]

@@ -202,8 +202,7 @@ class DeeprRule(RunningRule):
         super().__init__(own, rule.part, "DeepR edits masks in every iteration")
         if not own.pattern.is_single:
             raise GrowpruneError(
-                f"DeepR needs pattern='unstructured', because it uses the signs of single weights, got "
-                f"{own.pattern.name!r}"
+                f"DeepR needs pattern='unstructured', as it rewires single weights, got {own.pattern.name!r}"
             )
         self.rule = rule
         self._iteration: dict[str, int] = {}

@@ -163,6 +163,11 @@ class Compact(SparseParameter):
         if record is not None:
             self._listen()
 
+    def see(self, gradient: Tensor) -> None:
+        """Record a dense gradient."""
+        if self._record is not None:
+            self._record(gradient)
+
     def _listen(self) -> None:
         """Start to record dense gradients: in the layer, or at the parameter itself if it is fully live."""
         parameter, me = self.parameter, weakref.ref(self)

@@ -59,8 +59,8 @@ def record(layout: Any, gradient: Tensor) -> None:
 
 
 def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
-    if sparse_parameter is not None and gradient is not None and sparse_parameter.record is not None:
-        sparse_parameter.record(gradient)
+    if sparse_parameter is not None and gradient is not None:
+        sparse_parameter.see(gradient)
 
 
 def is_recorded(layout: Any) -> bool:

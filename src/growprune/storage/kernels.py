@@ -100,9 +100,7 @@ def _fake_expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: t
 
 
 def _refuse_to_export(what: str) -> None:
-    raise GrowpruneError(
-        f"a model with storage='compact' cannot be {what}: call sparse.to_dense_() first, which makes it a plain model"
-    )
+    raise GrowpruneError(f"a model with storage='compact' cannot be {what}: call sparse.to_dense_() first")
 
 
 def _compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
