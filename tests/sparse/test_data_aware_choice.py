@@ -10,13 +10,15 @@ from torch import Tensor
 
 from growprune.masks.patterns import Unstructured, parse_pattern
 from growprune.sparse.layer_choice import (
+    chosen_by_row,
+    chosen_in_all,
     group_keys,
     inverse_factor,
     keep_best,
     num_choosable,
     shares,
     sparsegpt_pruned,
-    wanda_mask,
+    wanda_scores,
 )
 
 
@@ -42,31 +44,32 @@ def test_any_total_that_fits_is_shared_out(room: list[int], data: st.DataObject)
 
 
 @pytest.mark.parametrize(
-    ("matrix", "squares", "kept", "pattern", "by_row", "expected"),
+    ("matrix", "squares", "kept", "pattern", "choose", "expected"),
     [
         # norms 4, 1, 2, 0.5: scores 4 2 6 2 and 32 0.5 2 0.125
-        ([[1, -2, 3, 4], [-8, 0.5, 1, 0.25]], [[16, 1, 4, 0.25]], 4, "unstructured", True, [[1, 0, 1, 0]] * 2),
+        ([[1, -2, 3, 4], [-8, 0.5, 1, 0.25]], [[16, 1, 4, 0.25]], 4, "unstructured", chosen_by_row, [[1, 0, 1, 0]] * 2),
         # scores 2 2, 16 7
-        ([[1, -2], [8, 7]], [[4, 1]], 2, "unstructured", True, [[1, 0], [1, 0]]),
-        ([[1, -2], [8, 7]], [[4, 1]], 2, "unstructured", False, [[0, 0], [1, 1]]),
+        ([[1, -2], [8, 7]], [[4, 1]], 2, "unstructured", chosen_by_row, [[1, 0], [1, 0]]),
+        ([[1, -2], [8, 7]], [[4, 1]], 2, "unstructured", chosen_in_all, [[0, 0], [1, 1]]),
         # each group of rows has the norms of its own inputs
-        ([[2, 3], [2, 3]], [[4, 1], [1, 4]], 2, "unstructured", True, [[1, 0], [0, 1]]),
+        ([[2, 3], [2, 3]], [[4, 1], [1, 4]], 2, "unstructured", chosen_by_row, [[1, 0], [0, 1]]),
         # scores 0.5 4 3 10: two of four by score, and blocks by the sum of scores
-        ([[5, 4, 3, 1]], [[0.01, 1, 1, 100]], 2, "2:4", True, [[0, 1, 0, 1]]),
-        ([[5, 4, 3, 1]], [[0.01, 1, 1, 100]], 1, "1x2", True, [[0, 0, 1, 1]]),
+        ([[5, 4, 3, 1]], [[0.01, 1, 1, 100]], 2, "2:4", chosen_by_row, [[0, 1, 0, 1]]),
+        ([[5, 4, 3, 1]], [[0.01, 1, 1, 100]], 1, "1x2", chosen_by_row, [[0, 0, 1, 1]]),
     ],
 )
 def test_wanda_ranks_weights_times_the_norms_of_their_inputs(
-    matrix: Any, squares: Any, kept: int, pattern: str, by_row: bool, expected: list[list[int]]
+    matrix: Any, squares: Any, kept: int, pattern: str, choose: Any, expected: list[list[int]]
 ) -> None:
     weights, inputs = torch.tensor(matrix, dtype=torch.float32), torch.tensor(squares, dtype=torch.float32)
-    mask = wanda_mask(weights, full(weights), inputs, kept, parse_pattern(pattern), by_row=by_row)
+    mask = choose(parse_pattern(pattern), wanda_scores(weights, inputs), full(weights), kept)
     assert mask.int().tolist() == expected
 
 
 def test_wanda_chooses_no_weight_that_is_dead() -> None:
     matrix, alive = torch.tensor([[9.0, 1.0, 2.0]]), torch.tensor([[False, True, True]])
-    assert wanda_mask(matrix, alive, torch.ones(1, 3), 1, Unstructured()).int().tolist() == [[0, 0, 1]]
+    mask = chosen_by_row(Unstructured(), wanda_scores(matrix, torch.ones(1, 3)), alive, 1)
+    assert mask.int().tolist() == [[0, 0, 1]]
 
 
 # SparseGPT
@@ -136,7 +139,7 @@ def test_sparsegpt_without_correlations_is_wanda() -> None:
     matrix, squares = torch.randn(4, 8), torch.rand(8) + 0.1
     factor, _ = inverse_factor(squares.diag()[None], dampening=0.0)
     mask, values = sparsegpt_pruned(matrix, full(matrix), factor, 16, Unstructured())
-    assert torch.equal(mask, wanda_mask(matrix, full(matrix), squares[None], 16, Unstructured(), by_row=False))
+    assert torch.equal(mask, chosen_in_all(Unstructured(), wanda_scores(matrix, squares[None]), full(matrix), 16))
     assert torch.equal(values[mask], matrix[mask])
 
 
@@ -181,7 +184,8 @@ def test_sparsegpt_errs_less_than_wanda_where_inputs_differ_in_size() -> None:
         matrix, inputs = unequal(seed)
         products = (inputs.T @ inputs)[None]
         mask, values = sparsegpt_pruned(matrix, full(matrix), inverse_factor(products)[0], 384, Unstructured())
-        by_wanda = wanda_mask(matrix, full(matrix), products.diagonal(dim1=1, dim2=2), 384, Unstructured())
+        scores = wanda_scores(matrix, products.diagonal(dim1=1, dim2=2))
+        by_wanda = chosen_by_row(Unstructured(), scores, full(matrix), 384)
         errors = [float((inputs @ (w - matrix).T).square().sum()) for w in (values * mask, matrix * by_wanda)]
         better += errors[0] < errors[1]
     assert better >= 9

@@ -23,8 +23,7 @@ def statistics(
     calibration = Calibration(model, weights, batches, block_of=block_of, forward=forward)
     with looking_only(model):
         calibration.look()
-        found = calibration.inputs("all", with_products=with_products)
-    return {name: inputs.total for name, inputs in found.items() if inputs.total is not None}
+        return calibration.inputs("all", with_products=with_products)
 
 
 def squared_output(model: nn.Module, products: Tensor) -> Tensor:

@@ -6,19 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton_interpreter import on_the_gpu
 
 from growprune.storage import kernels
 from growprune.storage.kernels import block_offsets, compress, expand, pack, unpack
 
-every_device = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-        ),
-    ],
-)
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_the_gpu)])
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 """What values are commonly held in, and computed with."""
@@ -73,21 +66,6 @@ def test_nothing_has_no_blocks(device: str) -> None:
     empty = torch.zeros(0, device=device)
     assert expand(empty, bits, offsets, 0, dtype=torch.float32).numel() == 0
     assert compress(empty, bits, offsets, 0, dtype=torch.float32).numel() == 0
-
-
-@every_device
-def test_expand_puts_values_where_the_mask_lives(device: str) -> None:
-    bits = pack(mask_of("0110000010", device))
-    values = torch.tensor([1.5, -2.0, 3.0], device=device)
-    dense = expand(values, bits, block_offsets(bits)[0], 10, dtype=torch.float32)
-    assert dense.tolist() == [0, 1.5, -2.0, 0, 0, 0, 0, 0, 3.0, 0]
-
-
-@every_device
-def test_compress_takes_what_lives(device: str) -> None:
-    bits = pack(mask_of("0110000010", device))
-    dense = torch.arange(10, device=device, dtype=torch.float32)
-    assert compress(dense, bits, block_offsets(bits)[0], 3, dtype=torch.float32).tolist() == [1, 2, 8]
 
 
 @every_device
@@ -214,34 +192,29 @@ def test_missing_triton_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     kernels._triton_kernels.cache_clear()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_more_than_two_to_the_31_weights_work() -> None:
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
+def test_more_than_two_to_the_31_weights_work(device: str) -> None:
     n = 2**31 + 4104
-    mask = torch.zeros(n, dtype=torch.bool, device="cuda")
+    mask = torch.zeros(n, dtype=torch.bool, device=device)
     mask[::3] = True
     bits = pack(mask)
     offsets, nnz = block_offsets(bits)
     assert nnz == len(range(0, n, 3))
-    values = torch.arange(nnz, device="cuda").remainder_(251).to(torch.bfloat16)
+    values = torch.arange(nnz, device=device).remainder_(251).to(torch.bfloat16)
     dense = expand(values, bits, offsets, n, dtype=torch.bfloat16)
     assert torch.equal(dense[::3], values)
     assert int(dense.count_nonzero()) == int(values.count_nonzero())
     assert torch.equal(compress(dense, bits, offsets, nnz, dtype=torch.bfloat16), values)
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@pytest.mark.gpu
-@needs_cuda
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
 @pytest.mark.parametrize("n", [1, 1000, 1024, 100_003])
-def test_what_is_off_the_bits_is_zeroed(n: int) -> None:
+def test_what_is_off_the_bits_is_zeroed(n: int, device: str) -> None:
     for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
-        mask = random_mask(n, 0.1, 1).cuda()
+        mask = random_mask(n, 0.1, 1).to(device)
         bits = pack(mask)
         for start in (0, 1):  # a tensor that begins in the middle of another is not aligned
-            tensor = torch.randint(1, 100, (n + 1,), device="cuda").to(dtype)[start : n + start]
+            tensor = torch.randint(1, 100, (n + 1,), device=device).to(dtype)[start : n + start]
             expected = tensor * mask
             kernels.zero_off(tensor, bits)
             assert torch.equal(tensor, expected)

@@ -33,9 +33,6 @@ from growprune.sparse.flops import WeightMemory, showing_products
 CHUNK = 1 << 24
 """The number of input values to process at a time."""
 
-KEPT_COPIES = 8
-"""The number of copies of weights that are remembered. A copy is used soon after it is made, or never."""
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -164,7 +161,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch give
         for weight in weights:
             self._weights.setdefault(weight.parameter, []).append(weight)
         parameters = {name: parameter for name, parameter in model.named_parameters() if name in self._weights}
-        self._memory = WeightMemory(parameters, kept=KEPT_COPIES)
+        self._memory = WeightMemory(parameters, kept=8)  # a copy is used soon after it is made, or never
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,32 +212,6 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-class Inputs:
-    """Statistics of the inputs of one weight, in float32 or wider.
-
-    Args:
-        with_products: sum the products of all pairs of inputs, (row groups, inputs, inputs), for SparseGPT; otherwise
-            the squares, (row groups, inputs), for Wanda.
-    """
-
-    def __init__(self, *, with_products: bool) -> None:
-        self._with_products = with_products
-        self.total: Tensor | None = None
-        """None if no input was seen."""
-
-    def add(self, source: Source) -> None:
-        for chunk in source.chunks(torch.float64 if source.tensor.dtype == torch.float64 else torch.float32):
-            if not chunk.shape[1]:
-                continue  # an expert without tokens
-            if self.total is None:
-                columns = (chunk.shape[2],) * (2 if self._with_products else 1)
-                self.total = chunk.new_zeros(len(chunk), *columns)
-            if self._with_products:
-                self.total.baddbmm_(chunk.mT, chunk)
-            else:
-                self.total += chunk.square().sum(1)
 
 
 class _Reached(BaseException):
@@ -302,22 +273,37 @@ class Calibration:
                 self._up_to.setdefault(block, set()).update(other for other in first if first[other] <= place)
         return list(order), [weight for weight in self._weights if weight.name not in reached]
 
-    def inputs(self, block: str, *, with_products: bool) -> dict[str, Inputs]:
-        """Return the input statistics of a block's weights, by weight name, for the weights that were reached."""
-        found: dict[str, Inputs] = {}
+    def inputs(self, block: str, *, with_products: bool) -> dict[str, Tensor]:
+        """Return sums over the inputs of a block's weights in float32 or wider, by name, for the weights reached.
+
+        Args:
+            with_products: sum the products of all pairs of inputs, (row groups, inputs, inputs), for SparseGPT;
+                otherwise the squares, (row groups, inputs), for Wanda.
+        """
+        totals: dict[str, Tensor] = {}
         later = {*self._up_to} - self._up_to[block]
 
         def see(weight: Weight, source: Source) -> None:
             own = self._block_of[weight.name]
-            if own == block and _fits(weight, source):
-                found.setdefault(weight.name, Inputs(with_products=with_products)).add(source)
-            elif own in later:
-                raise _Reached
+            if own != block or not _fits(weight, source):
+                if own in later:
+                    raise _Reached
+                return
+            for chunk in source.chunks(torch.float64 if source.tensor.dtype == torch.float64 else torch.float32):
+                if not chunk.shape[1]:
+                    continue  # an expert without tokens
+                if weight.name not in totals:
+                    columns = (chunk.shape[2],) * (2 if with_products else 1)
+                    totals[weight.name] = chunk.new_zeros(len(chunk), *columns)
+                if with_products:
+                    totals[weight.name].baddbmm_(chunk.mT, chunk)
+                else:
+                    totals[weight.name] += chunk.square().sum(1)
 
         for batch in self._batches:
             with contextlib.suppress(_Reached):
                 self._run(batch, see)
-        return {name: inputs for name, inputs in found.items() if inputs.total is not None}
+        return totals
 
     def _run(self, batch: Any, see: Callable[[Weight, Source], None], *, number: int = 0) -> None:
         device = next(self._model.parameters()).device

@@ -89,8 +89,7 @@ class Cursor:
         self._is_begun = is_begun
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False  # until `advance` or an optimizer counts iterations
-        self._lengths: tuple[int, ...] = ()
-        """The iterations of each phase, once they are counted."""
+        self._lengths: tuple[int, ...] = ()  # of each phase in iterations, once they are counted
         self._clock: weakref.ref[torch.optim.Optimizer] | None = None
         self._is_fresh = False  # whether a phase that began with the last advance has a fresh optimizer
         self.iteration = 0
@@ -105,7 +104,7 @@ class Cursor:
         self.num_steps_after = 0
         """The number of steps of the attached optimizer after the end of the plan."""
         if sparse.cursor is None or sparse.cursor.is_over:
-            sparse.wait_for(self)
+            sparse._waiting = weakref.ref(self)  # steps are refused until the plan has begun
 
     # Three ways to go through a plan
 
@@ -123,7 +122,7 @@ class Cursor:
         whole = plain(iteration)
         if isinstance(whole, bool) or not isinstance(whole, int):
             raise GrowpruneError(
-                f"advance takes the number of iterations that are done, an integer such as 3, got {iteration!r}"
+                f"advance takes the number of iterations done, an integer such as 3, got {iteration!r}"
             )
         if whole < self.iteration:
             raise GrowpruneError(
@@ -161,11 +160,6 @@ class Cursor:
         """The optimizer whose steps advance the plan: the one attached last."""
         return None if self._clock is None else self._clock()
 
-    @property
-    def is_clocked(self) -> bool:
-        """True if an optimizer advances the plan, or did so while it existed."""
-        return self._clock is not None
-
     def step(self) -> None:
         """Advance by a step that the clock has made."""
         if self.is_over:
@@ -176,17 +170,13 @@ class Cursor:
     def _advance_all(self, iteration: int) -> None:
         """Advance, and reset attached optimizers where a phase restarts."""
         self._advance(iteration)
-        if self._is_fresh:
-            for optimizer in self.sparse.optimizers():
-                optimizer.state.clear()
+        for optimizer in self.sparse.optimizers() if self._is_fresh else ():
+            optimizer.state.clear()
 
     def _begin_counting(self) -> None:
         """Start counting iterations. Raise, before anything is done, if the length of a phase is unknown."""
-        self._lengths = self._lengths or self._counted()
+        self._lengths = self._lengths or tuple([self.length_of(scheduled.phase) for scheduled in self.schedule])
         self._is_counting = True
-
-    def _counted(self) -> tuple[int, ...]:
-        return tuple([self.length_of(scheduled.phase) for scheduled in self.schedule])
 
     # Where it stands
 
@@ -223,7 +213,7 @@ class Cursor:
     @property
     def num_iterations(self) -> int:
         """The number of iterations of the plan."""
-        return sum(self._lengths or self._counted())
+        return sum(self._lengths or [self.length_of(scheduled.phase) for scheduled in self.schedule])
 
     @property
     def progress(self) -> float:
@@ -257,7 +247,6 @@ class Cursor:
         return self.current
 
     def end(self) -> None:
-        """Leave the last phase."""
         self.is_over = True
         self.sparse.rule = None
         self.sparse.watch(())
@@ -282,8 +271,7 @@ class Cursor:
             self._watch()
 
     def _begin_rule(self, phase: Phase | None) -> None:
-        rule = None if phase is None else phase.rule
-        self.sparse.rule = None if rule is None else running(rule, self.sparse)
+        self.sparse.rule = None if phase is None or phase.rule is None else running(phase.rule, self.sparse)
 
     def _place_at(self, scheduled: ScheduledPhase) -> None:
         self.position, self._trail = scheduled.index, onward(self._trail, scheduled)
@@ -304,9 +292,8 @@ class Cursor:
         """Return the place in the plan. An exact resume also needs the states of SparseModel, model and optimizer."""
         place = {"position": self.position, "trail": self._trail, "is_over": self.is_over}
         count = {"iteration": self.iteration, "start": self.start, "is_counting": self._is_counting}
-        count["num_steps_after"] = self.num_steps_after
         rule = {} if self.rule is None else self.rule.state_dict()
-        return {**place, **count, "rule": rule}
+        return {**place, **count, "num_steps_after": self.num_steps_after, "rule": rule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a cursor of the same plan. Load the SparseModel's state first."""

@@ -48,7 +48,6 @@ class Editor:
         self.lost: dict[str, int] = {}
         """By weight name: how many groups the previous edit pruned."""
         self._warned_of: set[str] = set()
-        """The names of weights without live elements that a warning has named."""
 
     # How many groups are live
 
@@ -165,8 +164,8 @@ class Editor:
         alive = self.num_alive(self.weights)
         pools = self.pools(edit, alive)
         counts = [total_of(pool, alive) for pool in pools]
-        pools = within_one(pools, counts, edit.action)
-        return not any(_is_wrong_way(edit, pool, now) for pool, now in zip(pools, counts, strict=True))
+        pairs = zip(within_one(pools, counts, edit.action), counts, strict=True)
+        return not any(_is_wrong_way(edit, pool, now) for pool, now in pairs)
 
     def is_done(self, edit: Edit) -> bool:
         """True if the total of live weights is already what the edit leaves, however layers share it."""
@@ -194,8 +193,7 @@ class Editor:
         self.lost = {}
         weights = self.weights_of(edit.part) if edit.action is Action.GROW else ()
         if edit.action is Action.GROW and not weights:
-            what = "all its weights are kept dense; pass the same keep_dense to Partition"
-            warn(f"{edit.part.name} has nothing to grow: {what}")
+            warn(f"{edit.part.name} has nothing to grow: all its weights are kept dense; pass keep_dense to Partition")
         for name in dict.fromkeys(weight.parameter for weight in weights):
             stored = self._stored[name]
             self.set_mask(name, torch.ones(stored.shape, dtype=torch.bool, device=stored.parameter.device))
@@ -274,7 +272,7 @@ class Editor:
         warn(f"{layers} pruned to zero weights" + (small or f"; add {it} to keep_dense or use allocation='uniform'"))
 
     def _choose(
-        self, pools: Sequence[Pool], edit: Edit, reader: Reader, set_mask: Callable[[str, Tensor], None]
+        self, pools: Sequence[Pool], edit: Edit, reader: Reader, set_mask: Callable[[str, Tensor], object]
     ) -> dict[str, int]:
         """Set the masks so that the best groups of each pool are live. Return the live groups by weight.
 
@@ -338,11 +336,8 @@ class Editor:
         alive = self.num_alive(self.weights)
         pools = self.changed(self.pools(edit, alive), edit, alive)
         with ExitStack() as undo:
-
-            def set_mask(name: str, mask: Tensor) -> None:
-                undo.callback(self._stored[name].preview(mask))
-
-            self._choose(pools, edit, Reader(self._stored, self._gradients, edit), set_mask)
+            reader = Reader(self._stored, self._gradients, edit)
+            self._choose(pools, edit, reader, lambda name, mask: undo.callback(self._stored[name].preview(mask)))
             return undo.pop_all().close
 
     def kept(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -397,7 +392,6 @@ class Reader:
         return self._values
 
     def _scored(self, name: str) -> Tensor:
-        """Return the scores of the user's own criterion."""
         values = [self._stored[name].weight().clone()]  # which the function may change in place
         if self._edit.by is By.GRADIENT:
             values.append(self._gradients.scores(By.GRADIENT, name).clone())

@@ -173,15 +173,9 @@ def cost_factors(model: nn.Module, example: Any, weights: Sequence[Weight], powe
     """Return by how much the scores of each weight count in a ranking of all layers: (cost of an element) ** -power.
 
     The cost is the number of FLOPs per element of the dense weight, relative to that of the cheapest layer.
-
-    >>> model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(32, 4))
-    >>> cost_factors(model, torch.zeros(1, 1, 4, 4), [w for ws in layer_weights(model).values() for w in ws], 0.5)
-    {'0.weight': 0.25, '2.weight': 1.0}
     """
     if example is None:
-        raise GrowpruneError(
-            f"cost_power={power:g} needs example=, an input of the model, to count the operations of each layer"
-        )
+        raise GrowpruneError(f"cost_power={power:g} needs example=, an input of the model, to count operations")
     device = next(model.parameters()).device
     example = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
     flops = count_flops(model, example).by_weight
@@ -197,13 +191,11 @@ def cost_factors(model: nn.Module, example: Any, weights: Sequence[Weight], powe
 
 def _trilinear(x1: Sequence[int], weight: Sequence[int], *rest: Any, **options: Any) -> int:
     """`nn.Bilinear`: every element of the weight is used once an example."""
-    del rest, options
     return 2 * math.prod(x1[:-1]) * math.prod(weight)
 
 
 def _grouped_mm(a: Sequence[int], b: Sequence[int], *rest: Any, **options: Any) -> int:
     """The experts of a mixture at once: rows go to one expert each, or every expert has its own."""
-    del rest, options
     return 2 * (a[0] if len(a) == len(b) == 3 else 1) * math.prod(a[-2:]) * b[-1]
 
 

@@ -147,7 +147,7 @@ class Gradients:
             )
         if name not in found:  # it took no part in the loss
             return torch.zeros(parameter.shape, device=parameter.parameter.device)
-        seen = self._whole(name, found[name]).view(parameter.shape)
+        seen: Tensor = self._whole(name, found[name]).view(parameter.shape)
         return seen * parameter.weight() if by in (By.SNIP, By.GRASP) else seen
 
     def _check_trained(self, by: By) -> None:
@@ -158,18 +158,14 @@ class Gradients:
                 f"with LoRA: train them, or use a method that needs no gradients, such as gradual_gap"
             )
 
-    def _whole(self, name: str, total: Tensor) -> Tensor:
-        if self.shares is None:
-            return total
-        whole: Tensor = self.shares.all_gather(total, self._parameters[name].shape.numel())
-        return whole
+    def _whole(self, name: str, total: Tensor) -> Any:
+        return total if self.shares is None else self.shares.all_gather(total, self._parameters[name].shape.numel())
 
     def clear(self) -> None:
         """Drop all gradients once the edits that needed them are done."""
         self._sums, self._ended, self.averages, self._is_hessian = {}, {}, {}, False
 
     def flags(self) -> dict[str, bool]:
-        """Return the flags of the state: whether the iteration is over, and whether GraSP's product is stored."""
         return {"is_over": bool(self._ended), "is_hessian": self._is_hessian}
 
     def all_shares(self) -> dict[str, Tensor]:

@@ -100,8 +100,7 @@ def dense_init(
     """Build a dense model with the same initial weights as `sparse_init`, drawn in the same order."""
     with torch.device("meta"):
         model = build()
-    for _ in _fill(model, torch.device(device), initialise):
-        pass
+    list(_fill(model, torch.device(device), initialise))
     return model
 
 

@@ -49,11 +49,7 @@ def group_keys(pattern: Pattern, scores: Tensor, alive: Tensor) -> Tensor:
 
 
 def keep_best(keys: Tensor, kept: Sequence[int]) -> Tensor:
-    """Return which keys are among the best of their row. Each row keeps its own number.
-
-    >>> keep_best(torch.tensor([[3, 1, 2], [5, 5, 5]]), [1, 2]).tolist()
-    [[True, False, False], [True, True, False]]
-    """
+    """Return which keys are among the best of their row. Each row keeps its own number."""
     best_first = keys.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(keys.shape[1], device=keys.device)
     is_kept = places < torch.tensor(kept, device=keys.device).unsqueeze(1)
@@ -61,11 +57,7 @@ def keep_best(keys: Tensor, kept: Sequence[int]) -> Tensor:
 
 
 def shares(total: int, capacity: Sequence[int]) -> list[int]:
-    """Divide a total into integers in proportion to `capacity`, none above its `capacity`.
-
-    >>> shares(5, [3, 3, 3]), shares(4, [4, 0, 4])
-    ([1, 2, 2], [2, 0, 2])
-    """
+    """Divide a total into integers in proportion to `capacity`, none above its `capacity`."""
     whole = max(1, sum(capacity))
     return [after - before for before, after in pairwise(total * r // whole for r in accumulate(capacity, initial=0))]
 
@@ -87,28 +79,16 @@ def num_choosable(keys: Tensor) -> list[int]:
     return torch.count_nonzero(keys, dim=1).tolist()
 
 
-def wanda_mask(
-    matrix: Tensor, alive: Tensor, squares: Tensor, kept: int, pattern: Pattern, *, by_row: bool = True
-) -> Tensor:
-    """Return the mask of a matrix (outputs, inputs) by Wanda (Sun et al. 2023, arXiv 2306.11695).
+def wanda_scores(matrix: Tensor, squares: Tensor) -> Tensor:
+    """Return the scores of a matrix (outputs, inputs) by Wanda (Sun et al. 2023, arXiv 2306.11695).
 
     A weight scores |w| times the norm of its input, because w * x is what it adds to its output.
 
     Args:
-        alive: which weights are live now; no others are chosen.
         squares: the sums of the squares of the inputs, (row groups, inputs). The rows form as many equal groups.
-        kept: how many groups of the pattern are live in the end.
-        by_row: rank each row on its own; otherwise all rows together.
-
-    Examples:
-        >>> from growprune.masks.patterns import Unstructured
-        >>> w, ones = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.ones(2, 2, dtype=torch.bool)
-        >>> wanda_mask(w, ones, torch.tensor([[9.0, 1.0]]), 2, Unstructured()).tolist()
-        [[True, False], [True, False]]
     """
     norms = squares.sqrt().unsqueeze(1)
-    scores = (matrix.abs().view(len(squares), -1, matrix.shape[1]) * norms).view(matrix.shape)
-    return (chosen_by_row if by_row else chosen_in_all)(pattern, scores, alive, kept)
+    return (matrix.abs().view(len(squares), -1, matrix.shape[1]) * norms).view(matrix.shape)
 
 
 COLUMNS = 128
@@ -124,10 +104,6 @@ def inverse_factor(products: Tensor, dampening: float = DAMPENING) -> tuple[Tens
     Args:
         products: (row groups, inputs, inputs).
         dampening: raised tenfold until the matrices can be inverted.
-
-    Examples:
-        >>> inverse_factor(torch.tensor([[[3.0, 0.0], [0.0, 15.0]]]), dampening=1 / 9)[0].tolist()
-        [[[0.5, 0.0], [0.0, 0.25]]]
     """
     means = products.diagonal(dim1=1, dim2=2).div(products.shape[1]).sum(1, keepdim=True)
     means = torch.where(means > 0, means, 1)  # a layer whose inputs are all zero: weights count by their magnitude

@@ -42,6 +42,7 @@ from growprune.sparse.stepper import (
     INSTEAD,
     LR_RAMP,
     OWNERS,
+    STALE,
     Exponent,
     Stepper,
     check_optimizer,
@@ -158,25 +159,21 @@ class SparseModel:
         self.gradients = Gradients(self.stored)
         self.editor = Editor(self, rescale=rescale, cost_factors=factors)
         self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
-        """Those of the optimizers that train the model."""
         self.cursor: Cursor | None = None
         """The plan that is being carried out, if any."""
         self.rule: RunningRule | None = None
-        """What happens around each step of an optimizer in the current phase."""
         self.ranks: Any = None
         """The processes that share the weights, if the model is sharded."""
         self.num_mask_changes = 0
         """A counter that changes whenever masks may have changed: by edits, by a rule, or by a loaded state."""
         self._densities: dict[str, float] | None = None
-        """By parameter; None after a mask has changed."""
         self._waiting: weakref.ref[Cursor] | None = None
-        """A cursor of the model, whose plan may not have begun."""
         self._has_stepped = False
         self._has_warned = False
         self._is_replicated = False
         """True if several processes train replicas of the model, whose masks must be the same."""
         self._compared: tuple[int, int] | None = None
-        """How many edits and rewirings by a rule there had been when the masks of replicas were compared."""
+        """How many edits and rewirings there had been when the masks of replicas were compared."""
         self._replaced: list[weakref.ref[Tensor]] = []
         """Parameters that edits have replaced since the last step, and DistributedDataParallel may hold."""
         self._gone = ""
@@ -311,13 +308,9 @@ class SparseModel:
         if {id(parameter) for parameter in self.model.parameters()}.isdisjoint(map(id, parameters)):
             raise GrowpruneError("the optimizer has no parameter of the model: create it with model.parameters()")
         if None in [OWNERS.get(parameter, self) for parameter in parameters]:
-            raise GrowpruneError(
-                "the optimizer holds compact weights from before an edit: create it after the edit, or attach it before"
-            )
+            raise GrowpruneError(STALE)
         if isinstance(inner, torch.optim.Muon) and self.storage == "compact" and self.trained_by(inner):
-            raise GrowpruneError(
-                "Muon cannot train weights in compact storage, which are not 2-D: use storage='masked'"
-            )
+            raise GrowpruneError("Muon cannot train weights in compact storage (not 2-D): use storage='masked'")
         check_rates(self.lr_scaling, inner)
         self._own_parameters()
         stepper = stepper_of(inner)
@@ -340,19 +333,17 @@ class SparseModel:
         inner, dense = _named_alike(copy, self.stored), []
         for name, own in self.stored.items():  # all, before any is changed
             path, _, local = name.rpartition(".")
-            layout = layouts_of(inner.get_submodule(path)).get(local)
-            shape = inner.get_parameter(name).shape if layout is None else layout.shape
+            layout = layouts_of(module := inner.get_submodule(path)).get(local)
+            shape = module.get_parameter(local).shape if layout is None else layout.shape
             if shape != own.shape:
                 raise GrowpruneError(
                     f"{name} has shape {tuple(shape)} in the copy, but {tuple(own.shape)} in the model: pass a copy of "
                     f"the same model"
                 )
             if layout is None:
-                dense.append((inner.get_submodule(path), local, own))
+                dense.append((module, local, own))
             elif not torch.equal(layout.mask().cpu(), own.mask().cpu()):
-                raise GrowpruneError(
-                    f"{name} of the copy is compact and has another mask: copy the model again after edits"
-                )
+                raise GrowpruneError(f"{name} of the copy is compact and has another mask: copy the model after edits")
         with torch.no_grad():
             for module, local, own in dense:
                 target = module.get_parameter(local)
@@ -369,9 +360,7 @@ class SparseModel:
         """
         self.check_not_released()
         if self.ranks is not None:
-            raise GrowpruneError(
-                "a sharded model cannot be made dense on one rank: save it, and load it into a new model"
-            )
+            raise GrowpruneError("a sharded model cannot be made dense on one rank: save it and load it into a new one")
         self.check_zeros()
         self._let_go(
             "the model was made dense by to_dense_(): create a new SparseModel from it",
@@ -389,12 +378,10 @@ class SparseModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         """Return an independent copy of the model and its masks, with no optimizer, plan, rule or replicas."""
         memo[id(self)] = clone = object.__new__(type(self))
-        for passing in (self.rule, self.cursor, self.gradients.add_up):
-            if passing is not None:
-                memo[id(passing)] = None
-        memo[id(self.steppers)] = weakref.WeakSet()
-        state = {name: value for name, value in vars(self).items() if name not in ("_handles", "_waiting")}
-        vars(clone).update(copy.deepcopy(state, memo) | {"_handles": [], "_waiting": None, "_is_replicated": False})
+        memo |= {id(one): None for one in (self.rule, self.cursor, self.gradients.add_up) if one is not None}
+        fresh: dict[str, Any] = dict(steppers=weakref.WeakSet(), _handles=[], _waiting=None, _is_replicated=False)
+        state = {name: value for name, value in vars(self).items() if name not in fresh}
+        vars(clone).update(copy.deepcopy(state, memo) | fresh)
         if not clone._gone:
             clone._own()
         return clone
@@ -455,13 +442,11 @@ class SparseModel:
         if state is not None:  # all is checked before anything is changed
             mine = self.model.state_dict()
             if unlike := sorted(mine.keys() ^ state.keys()):
-                raise GrowpruneError(
-                    f"only one of the state dict and the model has {unlike[0]}: pass one of this model"
-                )
-            shapes = {name: getattr(state[name], "shape", None) for name in mine}
+                raise GrowpruneError(f"only one of the state dict and the model has {unlike[0]}: pass this model's")
             for name, tensor in mine.items():
-                if shapes[name] != (shape := getattr(tensor, "shape", None)):
-                    raise GrowpruneError(f"{name} has shape {shapes[name]} in the state dict, but {shape} here")
+                given, shape = (getattr(one, "shape", None) for one in (state[name], tensor))
+                if given != shape:
+                    raise GrowpruneError(f"{name} has shape {given} in the state dict, but {shape} here")
         self.restore_groups()
 
         def values(name: str) -> Tensor:
@@ -474,8 +459,6 @@ class SparseModel:
                 stored.set_mask(mask.to(stored.parameter.device))
         if state is not None:
             self.model.load_state_dict(state)
-
-    # Live weights
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -590,7 +573,7 @@ class SparseModel:
         if stepper_of(optimizer) in self.steppers:
             return
         self.attach(optimizer)
-        if self.cursor is not None and not self.cursor.is_over and self.cursor.is_clocked:
+        if self.cursor is not None and not self.cursor.is_over and self.cursor._clock is not None:
             warn(
                 f"a {type(optimizer).__name__} that growprune was not given trains the model. It keeps pruned weights "
                 f"at zero, but its steps do not advance the plan (iteration {self.cursor.iteration} of "
@@ -622,7 +605,7 @@ class SparseModel:
         if has_stepped or self.editor.num_edits or self.storage != "masked" or self.rule is not None:
             return  # a rule may keep zeros among live weights
         zeros = already_sparse(self.model, self.weights)  # is a pruned model to be trained with all weights live?
-        if zeros is not None and all(mask.all() for mask in (stored.mask() for stored in self.stored.values())):
+        if zeros is not None and all(stored.mask().all() for stored in self.stored.values()):
             warn(
                 f"{zeros:.4g} of the model's weights are zero, and training will make them non-zero: to keep them "
                 f"pruned, use a method with initial_mask, such as gradual_gap, or SparseModel.from_zeros(model)"
@@ -681,7 +664,9 @@ class SparseModel:
                 group["params"] = [new if p is old else p for p in group["params"]]
             if optimizer not in dense:
                 continue
-            if _follows(optimizer, optimizer.state.pop(old), old):
+            state = [t for t in optimizer.state.pop(old).values() if isinstance(t, Tensor) and t.numel() > 1]
+            # Adafactor's state belongs to rows and columns, so it cannot move to another shape
+            if "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in state):
                 optimizer.state[new] = _reshaped(dense[optimizer], stored.shape, stored.from_dense)
             elif not self._has_warned:
                 self._has_warned = True
@@ -741,10 +726,6 @@ class SparseModel:
 
     # Plans
 
-    def wait_for(self, cursor: Cursor) -> None:
-        """Refuse steps until the plan of a cursor has begun."""
-        self._waiting = weakref.ref(cursor)
-
     @property
     def waiting(self) -> Cursor | None:
         """A cursor whose plan has yet to begin."""
@@ -793,8 +774,14 @@ class SparseModel:
 
     def train_replicas(self) -> None:
         """Make all processes choose the same weights, and compare their masks before each step after a change."""
+
+        def summed(tensor: Tensor) -> Tensor:
+            total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
+            distributed.all_reduce(total)
+            return total
+
         if is_replicated() and self.ranks is None:  # those of a sharded model are summed already
-            self.add_up_gradients(_summed)
+            self.add_up_gradients(summed)
             self._is_replicated = True
 
     def _compare_masks(self) -> None:
@@ -803,11 +790,10 @@ class SparseModel:
         for mask in self.packed_masks().values():
             digest.update(mask.cpu().numpy().tobytes())
         mine = int.from_bytes(digest.digest()[:7], "little")
-        device = next(iter(self.stored.values())).parameter.device if self.stored else None
+        device = next((stored.parameter.device for stored in self.stored.values()), None)
         extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
         distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
-        most, least = extremes[0].item(), -extremes[1].item()
-        if most != least:
+        if extremes.sum().item():  # the largest digest minus the smallest
             raise GrowpruneError(
                 f"the {distributed.get_world_size()} processes have different masks (at edit {self.editor.num_edits}): "
                 f"start them with the same weights and the same seed, and average gradients in every step"
@@ -981,23 +967,17 @@ class _LoadCheck:
             )
 
     def __deepcopy__(self, memo: object) -> Any:
-        return _DOES_NOTHING
+        return "".format  # a function of Python itself that takes anything and changes nothing
 
     def __reduce__(self) -> tuple[Any, tuple[str, str]]:
-        return getattr, ("", "format")  # a function of Python itself that takes anything and changes nothing
-
-
-_DOES_NOTHING = "".format
+        return getattr, ("", "format")
 
 
 def _state_like(parameter: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """Return the state of a parameter that has its shape; not codes of quantized state, whose 0 need not be a zero."""
-    found = []
-    for optimizer in optimizers:
-        for entry in optimizer.state[parameter].values() if parameter in optimizer.state else ():
-            if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.is_floating_point():
-                found.append(entry)
-    return found
+    states = (optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state)
+    tensors = (entry for state in states for entry in state.values() if isinstance(entry, Tensor))
+    return [entry for entry in tensors if entry.shape == parameter.shape and entry.is_floating_point()]
 
 
 def _converted(
@@ -1030,26 +1010,12 @@ def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[
     }
 
 
-def _follows(optimizer: torch.optim.Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
-    """True if state can move to a parameter of another shape: not if it belongs to rows and columns."""
-    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
-    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)
-
-
 def _owner(parameter: Tensor) -> SparseModel | None:
-    reference = OWNERS.get(parameter)
-    found: SparseModel | None = None if reference is None else reference()
-    return found
+    return reference() if (reference := OWNERS.get(parameter)) is not None else None
 
 
 def _listed(wrong: Mapping[str, int]) -> str:
     return f"{sum(wrong.values()):,} weights of {few(wrong)} are"
-
-
-def _summed(tensor: Tensor) -> Tensor:
-    total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
-    distributed.all_reduce(total)
-    return total
 
 
 def check_sparse_model(given: object, who: str) -> None:

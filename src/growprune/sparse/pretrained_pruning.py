@@ -21,21 +21,21 @@ from growprune.masks.patterns import NofM, Pattern, parse_pattern
 from growprune.masks.ranking import check_finite
 from growprune.plan import prune
 from growprune.plan.settings import check_counts
-from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
+from growprune.sparse.calibration import Calibration, Forward, looking_only, read_batches
 from growprune.sparse.layer_choice import (
     DAMPENING,
+    chosen_by_row,
     chosen_in_all,
     inverse_factor,
     sparsegpt_pruned,
     to_matrix,
-    wanda_mask,
+    wanda_scores,
     write_matrix,
 )
 from growprune.sparse.model import SparseModel, check_model
 from growprune.sparse.reconstruction import checked_sizes, reconstruct, recorded, without_caches
 
 CRITERIA = ("sparsegpt", "wanda", "magnitude")
-UNREACHED = ("error", "magnitude")
 
 
 def prune_pretrained(
@@ -48,7 +48,6 @@ def prune_pretrained(
     allocation: str | None = None,
     keep_dense: str | Iterable[str] = "auto",
     forward: Forward | None = None,
-    ranked: str = "row",
     unreached: str = "error",
     reconstruct: int = 0,
     steps: int = 1,
@@ -68,7 +67,6 @@ def prune_pretrained(
         allocation: how sparsity is divided among layers: "uniform" (the default), "erk", or by magnitude also "global".
         keep_dense: names or globs that are never pruned; "auto" for output layers.
         forward: computes a batch, as forward(model, batch), if the model cannot be called with it directly.
-        ranked: whether Wanda ranks each output "row" on its own, or the whole "layer".
         unreached: what to do with layers that no batch reaches: "error", or "magnitude" to prune them by |w|.
         reconstruct: train each block, after it was pruned, for this many steps of Adam (64, say) to compute what the
             dense block computed on the calibration data. Only weights that are left, biases and norms change.
@@ -83,12 +81,10 @@ def prune_pretrained(
         96
     """
     check_model(model)
-    _check(model, by, ranked, unreached, allocation or "uniform", reconstruct)
+    _check(model, by, unreached, allocation or "uniform", reconstruct)
     check_counts(1, steps=steps)
     if steps > 1 and isinstance(parse_pattern(pattern), NofM):
-        raise GrowpruneError(
-            f"steps={steps} does not work with the pattern {pattern}, which has one sparsity: use steps=1"
-        )
+        raise GrowpruneError(f"steps={steps} does not work with {pattern}, which has one sparsity: use steps=1")
     batches = None if by == "magnitude" and not reconstruct else read_batches(batches)
     if keep_dense == "auto":
         keep_dense = output_layers(model, batches[0] if batches and forward is None else None)[0]
@@ -105,16 +101,16 @@ def prune_pretrained(
         if batches is None:
             sparse.prune(to=to)
         elif kept := _counts(sparse, to):
-            _BlockByBlock(sparse, kept, by=by, by_row=ranked == "row", reconstruct=reconstruct).run(
+            _BlockByBlock(sparse, kept, by=by, reconstruct=reconstruct).run(
                 batches, forward, by_magnitude=unreached == "magnitude", progress=progress
             )
     return sparse
 
 
-def _check(model: nn.Module, by: str, ranked: str, unreached: str, allocation: str, reconstruct: int) -> None:
+def _check(model: nn.Module, by: str, unreached: str, allocation: str, reconstruct: int) -> None:
     """Raise, before anything is changed, if the arguments are wrong."""
     check_counts(0, reconstruct=reconstruct)
-    choices = {"by": (by, CRITERIA), "ranked": (ranked, ("row", "layer")), "unreached": (unreached, UNREACHED)}
+    choices = {"by": (by, CRITERIA), "unreached": (unreached, ("error", "magnitude"))}
     for name, (value, known) in choices.items():
         if value not in known:
             raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {value!r}")
@@ -146,13 +142,11 @@ class _BlockByBlock:
     Args:
         kept: how many groups are live in the end, by the name of each weight to prune.
         by: "sparsegpt", "wanda" or "magnitude".
-        by_row: let Wanda rank row by row.
         reconstruct: for how many steps each block is trained after it was pruned.
     """
 
-    def __init__(self, own: SparseModel, kept: Mapping[str, int], *, by: str, by_row: bool, reconstruct: int) -> None:
-        self._own, self._kept, self._by, self._by_row = own, kept, by, by_row
-        self._steps = reconstruct
+    def __init__(self, own: SparseModel, kept: Mapping[str, int], *, by: str, reconstruct: int) -> None:
+        self._own, self._kept, self._by, self._steps = own, kept, by, reconstruct
         self._weights = [weight for weight in own.weights if weight.name in kept]
         by_parameter = blocks_of(own.model, keep_dense=own.keep_dense, include=own.include)
         self._block_of = {weight.name: by_parameter[weight.parameter] for weight in self._weights}
@@ -189,8 +183,8 @@ class _BlockByBlock:
                 for number, block in enumerate(order):
                     progress(number, len(order))
                     with recorded(modules.get(block)) as calls:
-                        inputs = calibration.inputs(block, with_products=self._by == "sparsegpt")
-                    self._prune(block, inputs)
+                        totals = calibration.inputs(block, with_products=self._by == "sparsegpt")
+                    self._prune(block, totals)
                     if calls:
                         reconstruct(modules[block], calls, steps=self._steps)
                     elif self._steps:
@@ -218,22 +212,21 @@ class _BlockByBlock:
                 f"{max(self._dampened.values()):.0%} of its mean diagonal; more calibration data may help"
             )
 
-    def _prune(self, block: str, inputs: dict[str, Inputs]) -> None:
+    def _prune(self, block: str, totals: dict[str, Tensor]) -> None:
         """Prune the weights of a block, one parameter at a time."""
         weights = [weight for weight in self._weights if self._block_of[weight.name] == block]
         for name in dict.fromkeys(weight.parameter for weight in weights):
             stored = self._own.stored[name]
             values, mask = stored.weight().clone(), stored.mask().clone()
             for weight in [weight for weight in weights if weight.parameter == name]:
-                self._choose(weight, weight.of(values), weight.of(mask), inputs.pop(weight.name, None))
+                self._choose(weight, weight.of(values), weight.of(mask), totals.pop(weight.name, None))
                 self._done.append(weight.name)
             with self._own.following(name) as stored:
                 stored.load(values[mask], pack(mask))
 
-    def _choose(self, weight: Weight, values: Tensor, mask: Tensor, inputs: Inputs | None) -> None:
+    def _choose(self, weight: Weight, values: Tensor, mask: Tensor, total: Tensor | None) -> None:
         """Write the mask of a weight, and its values where they change."""
         kept, pattern = self._kept[weight.name], self._own.pattern
-        total = None if inputs is None else inputs.total
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         matrix, alive = to_matrix(values, weight).to(dtype), to_matrix(mask, weight)
         if total is not None and not total.isfinite().all():
@@ -242,7 +235,7 @@ class _BlockByBlock:
             self._by_magnitude += [] if self._by == "magnitude" else [weight.name]
             chosen = chosen_in_all(pattern, matrix.abs(), alive, kept)
         elif self._by == "wanda":
-            chosen = wanda_mask(matrix, alive, total.to(dtype), kept, pattern, by_row=self._by_row)
+            chosen = chosen_by_row(pattern, wanda_scores(matrix, total.to(dtype)), alive, kept)
         else:
             factor, dampening = inverse_factor(total.to(dtype))
             if dampening > DAMPENING:

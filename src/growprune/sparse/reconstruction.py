@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,10 @@ def recorded(block: nn.Module | None) -> Iterator[list[Call]]:
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         calls.append(Call(*begun.pop(), [_copied(leaf) for leaf in _floats(output)]))
 
-    handles = []
+    handles: list[Any] = []
     if block is not None:
-        handles = [
-            block.register_forward_pre_hook(begin, with_kwargs=True),
-            block.register_forward_hook(end, with_kwargs=True),
-        ]
+        handles.append(block.register_forward_pre_hook(begin, with_kwargs=True))
+        handles.append(block.register_forward_hook(end, with_kwargs=True))
     try:
         yield calls
     finally:
@@ -63,13 +62,10 @@ def checked_sizes(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     """Raise at the end if the inputs and outputs of a block are too large to keep."""
     sizes = dict.fromkeys(blocks, 0)
 
-    def add(name: str, *tensors: Any) -> None:
+    def add(name: str, module: nn.Module, *tensors: Any) -> None:
         sizes[name] += sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
-    def hook(name: str) -> Any:
-        return lambda module, args, kwargs, output: add(name, args, kwargs, output)
-
-    handles = [block.register_forward_hook(hook(name), with_kwargs=True) for name, block in blocks.items()]
+    handles = [block.register_forward_hook(partial(add, name), with_kwargs=True) for name, block in blocks.items()]
     try:
         yield
     finally:

@@ -23,10 +23,9 @@ def seed_all(*what: object) -> None:
 
 def rng_state() -> dict[str, Any]:
     """Return the state of every global random number generator that a model or task may draw from."""
-    version, internal, gauss = random.getstate()
     name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return {
-        "python": (version, internal, gauss),
+        "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype("int64")), tuple(rest)),
         "torch": torch.get_rng_state(),
         "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.masks.layers import Weight
 from growprune.masks.patterns import in_one_go
 from growprune.masks.ranking import choose, random_keys, salt_of
 from growprune.methods.admm import Admm
@@ -120,7 +119,8 @@ class AsideRule(RunningRule):
         super().__init__(own, part, why)
         self.w: dict[str, Tensor] = {}
 
-    def begin(self) -> None:
+    @torch.no_grad()
+    def enter(self) -> None:
         self.w = {name: self.parameter(name).detach().clone() for name in self.names}
 
     @torch.no_grad()
@@ -134,32 +134,27 @@ class AsideRule(RunningRule):
         for name in names:
             self.w[name].copy_(self.parameter(name).detach())
 
-    def saved(self) -> dict[str, Tensor]:
-        """Return copies of the dense weights, which steps change in place."""
-        return {name: tensor.clone() for name, tensor in self.w.items()}
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": {name: tensor.clone() for name, tensor in self.w.items()}}  # which steps change in place
 
-    def load_aside(self, w: Mapping[str, Tensor]) -> None:
-        self.w = {name: tensor.clone() for name, tensor in self.here(w).items()}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.w = {name: tensor.clone() for name, tensor in self.here(state["w"]).items()}
 
 
 class Iterations:
     """Count iterations by the parameters that are stepped. Several optimizers may step one after the other."""
 
-    def __init__(self) -> None:
-        self.begun = 0
+    def __init__(self, begun: int = 0) -> None:
+        self.begun = begun
         self._stepped: set[str] = set()
 
     def step(self, names: Iterable[str]) -> bool:
         """Record that these are stepped. Return True if that begins an iteration, as when one of them steps again."""
-        names = set(names)
         is_new = not self._stepped or not self._stepped.isdisjoint(names)
         if is_new:
             self.begun, self._stepped = self.begun + 1, set()
-        self._stepped |= names
+        self._stepped.update(names)
         return is_new
-
-    def resume(self, begun: int) -> None:
-        self.begun, self._stepped = begun, set()
 
 
 class AdmmRule(RunningRule):
@@ -172,29 +167,21 @@ class AdmmRule(RunningRule):
         self.Z: dict[str, Tensor] = {}  # Z and U are made of the weights as the first step finds them
         self.U: dict[str, Tensor] = {}
 
-    @property
-    def W(self) -> dict[str, Tensor]:
-        return {name: self.parameter(name) for name in self.names}
-
     @torch.no_grad()
     def before_step(self, trained: Mapping[str, float]) -> None:
-        own = self.ours(trained)
+        own, W = self.ours(trained), {name: self.parameter(name) for name in self.names}
         if own and self._iterations.step(own):
-            self._begin_iteration(self._iterations.begun - 1)
-        for name, w in self.W.items():
-            if w.grad is not None and name in own:
-                w.grad.add_(w - self.Z[name] + self.U[name], alpha=self.rule.rho)
+            if self._iterations.begun == 1:
+                self.U = {name: torch.zeros_like(w) for name, w in W.items()}
+                self.Z = self._project(W)
+            elif (self._iterations.begun - 1) % self.rule.every == 0:
+                self.Z = self._project({name: w + self.U[name] for name, w in W.items()})
+                self.U = {name: self.U[name] + w - self.Z[name] for name, w in W.items()}
+        for name in own:
+            if (gradient := W[name].grad) is not None:
+                gradient.add_(W[name] - self.Z[name] + self.U[name], alpha=self.rule.rho)
 
-    def _begin_iteration(self, number: int) -> None:
-        W = self.W
-        if number == 0:
-            self.U = {name: torch.zeros_like(w) for name, w in W.items()}
-            self.Z = self._project(W)
-        elif number % self.rule.every == 0:
-            self.Z = self._project({name: w + self.U[name] for name, w in W.items()})
-            self.U = {name: self.U[name] + w - self.Z[name] for name, w in W.items()}
-
-    def _project(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _project(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         masks = self._own.editor.kept(prune(self.rule.part, to=self.rule.to), values)
         return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
 
@@ -202,7 +189,7 @@ class AdmmRule(RunningRule):
         return {"iteration": self._iterations.begun, "Z": dict(self.Z), "U": dict(self.U)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._iterations.resume(state["iteration"])
+        self._iterations = Iterations(state["iteration"])
         self.Z, self.U = self.here(state["Z"]), self.here(state["U"])
 
 
@@ -215,8 +202,7 @@ class DeeprRule(RunningRule):
         super().__init__(own, rule.part, "DeepR edits masks in every iteration")
         if not own.pattern.is_single:
             raise GrowpruneError(
-                f"DeepR needs pattern='unstructured', because it uses the signs of single weights, got "
-                f"{own.pattern.name!r}"
+                f"DeepR needs pattern='unstructured', as it rewires single weights, got {own.pattern.name!r}"
             )
         self.rule = rule
         self._iteration: dict[str, int] = {}
@@ -240,19 +226,16 @@ class DeeprRule(RunningRule):
     def after_step(self, trained: Mapping[str, float]) -> None:
         masks = {name: self._own.stored[name].mask().clone() for name in self.ours(trained)}
         for name, mask in masks.items():
-            self._shake(name, mask, trained[name])
+            p, temperature = self.parameter(name), self.rule.temperature_at(self._iteration[name])
+            generator = torch.Generator(p.device).manual_seed(self._salt(name, "noise") >> 1)
+            noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+            p.add_(noise.mul_(mask), alpha=math.sqrt(2 * trained[name] * temperature))
         before = {name: self._sign.pop(name) for name in masks}  # what was zero is new, and gets its sign now
         died = {name: (sign != 0) & (self.parameter(name).sign() != sign) for name, sign in before.items()}
         self._rewire(masks, died)
         for name in masks:
             self._iteration[name] += 1
         self.num_rewirings += 1
-
-    def _shake(self, name: str, mask: Tensor, lr: float) -> None:
-        parameter, temperature = self.parameter(name), self.rule.temperature_at(self._iteration[name])
-        generator = torch.Generator(parameter.device).manual_seed(self._salt(name, "noise") >> 1)
-        noise = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
-        parameter.add_(noise.mul_(mask), alpha=math.sqrt(2 * lr * temperature))
 
     def _rewire(self, masks: Mapping[str, Tensor], died: Mapping[str, Tensor]) -> None:
         weights = [weight for weight in self.weights if weight.parameter in masks]
@@ -262,18 +245,14 @@ class DeeprRule(RunningRule):
             masks[name].logical_and_(~died[name])
             self._own.editor.set_mask(name, masks[name])
         for weight, count in zip(weights, counts, strict=True):
-            if count:
-                self._revive(weight, weight.of(masks[weight.parameter]), count)
+            if count:  # as many random dead weights
+                mask = weight.of(masks[weight.parameter])
+                keys = random_keys(0, mask.numel(), self._salt(weight.parameter, weight.name), mask.device)
+                keys.mul_(~mask.reshape(-1))
+                (chosen,) = choose([lambda keys=keys: iter([keys.clone()])], count, device=keys.device)  # type: ignore[misc]
+                mask.logical_or_(torch.cat(list(chosen)).view(mask.shape))
         for name in changed:
             self._own.editor.set_mask(name, masks[name])
-
-    def _revive(self, weight: Weight, mask: Tensor, count: int) -> None:
-        """Make `count` random dead weights live in a mask."""
-        keys = random_keys(0, mask.numel(), self._salt(weight.parameter, weight.name), mask.device)
-        keys.mul_(~mask.reshape(-1))
-        walks = choose([lambda: iter([keys.clone()])], count, device=keys.device)
-        (chosen,) = (torch.cat(list(chunks)) for chunks in walks)
-        mask.logical_or_(chosen.view(mask.shape))
 
     def _salt(self, parameter: str, what: str) -> int:
         """Return the seed of a parameter's random numbers in this iteration, the same on every machine."""
@@ -300,7 +279,7 @@ class DpfRule(AsideRule):
 
     @torch.no_grad()
     def enter(self) -> None:
-        self.begin()
+        super().enter()
         self._prune()
 
     @torch.no_grad()
@@ -336,12 +315,11 @@ class DpfRule(AsideRule):
 
     def state_dict(self) -> dict[str, Any]:
         place = {"iteration": self._iterations.begun, "target": self._target}
-        return {**place, "w": self.saved(), "m": dict(self.m)}
+        return {**place, **super().state_dict(), "m": dict(self.m)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._iterations.resume(state["iteration"])
-        self._target = state["target"]
-        self.load_aside(state["w"])
+        super().load_state_dict(state)
+        self._iterations, self._target = Iterations(state["iteration"]), state["target"]
         self.m = self.here(state["m"])
 
 
@@ -361,7 +339,7 @@ class StrRule(AsideRule):
 
     @torch.no_grad()
     def enter(self) -> None:
-        self.begin()
+        super().enter()
         for weight in self.weights:
             w = self.w[weight.parameter]
             dtype = torch.promote_types(w.dtype, torch.float32)
@@ -400,10 +378,10 @@ class StrRule(AsideRule):
         return {"sparsity": 1 - alive / total if total else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"w": self.saved(), "s": {name: s.clone() for name, s in self.s.items()}}
+        return {**super().state_dict(), "s": {name: s.clone() for name, s in self.s.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.load_aside(state["w"])
+        super().load_state_dict(state)
         device = {weight.name: self.w[weight.parameter].device for weight in self.weights}
         self.s = {name: torch.clone(s).to(device[name]) for name, s in state["s"].items()}
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, optim
 from torch.optim import Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -39,6 +39,7 @@ OWNERS: Any = _Owners()
 """By parameter: a weak reference to the SparseModel that owns its mask, or None if an edit has replaced the parameter.
 An optimizer knows only parameters, so this is how the first step of a new optimizer finds the masks."""
 
+STALE = "the optimizer holds compact weights from before an edit: create it after the edit, or attach it before"
 INSTEAD = "shard it with sparse.shard(mesh), which is torch's FSDP2 (fully_shard)"
 
 STEPPER = "_growprune_stepper"
@@ -46,19 +47,8 @@ STEPPER = "_growprune_stepper"
 SEEN = "_growprune_seen"
 """The attribute of an optimizer that says when its parameters were last looked up in OWNERS."""
 
-KEEPS_ZEROS = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.SGD,
-    }
-)
+KEEPS_ZEROS = frozenset({optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam})
+KEEPS_ZEROS |= {optim.RMSprop, optim.SGD}
 """Optimizers that keep a weight and its state at zero if its gradient is zero: these classes, not subclasses."""
 
 
@@ -147,7 +137,6 @@ class Stepper:
 
     def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Do what comes after a step."""
-        del args, kwargs
         models, skipped = self._now, is_skipped(optimizer)
         self._now = []  # so that it does not keep models alive
         for model, trained in models:
@@ -171,7 +160,6 @@ class Stepper:
         return [model for reference in self._models if (model := reference()) is not None]
 
     def add(self, model: SparseModel) -> None:
-        """Take a model in."""
         optimizer = self.optimizer()
         if optimizer is None or model in self.models():
             return
@@ -265,8 +253,7 @@ class Stepper:
     # State
 
     def _follow_loaded_state(self, loaded: Optimizer) -> None:
-        """Remember that state was just loaded, which the next step masks."""
-        self.state_came_first = False
+        self.state_came_first = False  # the next step masks it
 
     def _follow_dtype(self, optimizer: Optimizer) -> None:
         """Convert state if the model's dtype has changed since the last step, which torch does not do."""
@@ -297,9 +284,7 @@ def _split(group: Group, factors: Mapping[int, float]) -> list[Group]:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and torch.equal(a, b))
-    return a is b or bool(a == b)
+    return a is b or (torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b))
 
 
 # Finding models and optimizers
@@ -307,9 +292,9 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
     """Return the stepper of an optimizer, made when it is first needed."""
-    stepper: Stepper | None = vars(optimizer).get(STEPPER)
-    if stepper is None:
-        stepper = vars(optimizer)[STEPPER] = Stepper(optimizer)
+    if STEPPER not in vars(optimizer):
+        vars(optimizer)[STEPPER] = Stepper(optimizer)
+    stepper: Stepper = vars(optimizer)[STEPPER]
     return stepper
 
 
@@ -319,17 +304,13 @@ def notice(optimizer: Optimizer, args: object, kwargs: object) -> None:
     torch calls this before the step of any optimizer, and reads the optimizer's own hooks only after it, so a stepper
     that is attached here takes part in the same step. Nothing is looked up twice.
     """
-    del args, kwargs
     now = (OWNERS.num_models, sum(len(group["params"]) for group in optimizer.param_groups))
     if vars(optimizer).get(SEEN) == now:
         return
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter in OWNERS:
             if (reference := OWNERS[parameter]) is None:
-                raise GrowpruneError(
-                    "the optimizer holds compact weights from before an edit, which are no longer the model's: create "
-                    "it after the edit, or attach it before"
-                )
+                raise GrowpruneError(STALE)
             if (model := reference()) is not None:
                 model.take_in(optimizer)
     vars(optimizer)[SEEN] = now
@@ -376,10 +357,7 @@ def _learning_rates(optimizer: Optimizer, trained: Mapping[str, Any]) -> dict[st
 def check_optimizer(optimizer: Any) -> None:
     """Raise unless this is a torch optimizer that can train sparse weights."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise GrowpruneError(
-            "LBFGS cannot train a sparse model, because its state does not have the shape of the weights: use SGD or "
-            "Adam"
-        )
+        raise GrowpruneError("LBFGS cannot train a sparse model, as its state has other shapes: use SGD or Adam")
     if type(optimizer).__module__.split(".")[0] == "deepspeed":
         raise GrowpruneError(f"DeepSpeed's {type(optimizer).__name__} cannot train a sparse model: {INSTEAD}")
     if not hasattr(optimizer, "register_step_pre_hook"):
@@ -428,8 +406,7 @@ def check_rates(lr_scaling: Exponent, optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if any("lr" not in group for group in optimizer.param_groups):
         raise GrowpruneError(
-            f"lr_scaling={exponent:g} needs a learning rate, but {name} has none: use lr_scaling=0, or an optimizer "
-            f"with an lr"
+            f"lr_scaling={exponent:g} needs a learning rate, but {name} has none: use lr_scaling=0 or another optimizer"
         )
     if adapts_its_rate(optimizer):
         raise GrowpruneError(
@@ -442,17 +419,12 @@ def adapts_its_rate(optimizer: Optimizer) -> bool:
     """True for Prodigy and D-Adaptation, which refuse different rates, and for schedule-free optimizers.
 
     Their param groups hold running numbers of the whole training: an estimated distance d, or the sum of all weights of
-    an average.
+    an average. Adafactor's d is where it clips updates.
     """
-    if isinstance(optimizer, Adafactor):
-        return False  # its d is where it clips updates
-    return any(not {"d", "weight_sum"}.isdisjoint(group) for group in optimizer.param_groups)
+    is_running = any(not {"d", "weight_sum"}.isdisjoint(group) for group in optimizer.param_groups)
+    return is_running and not isinstance(optimizer, Adafactor)
 
 
 def rate_factor(density: float, exponent: float) -> float:
-    """Return the factor of a layer's learning rate.
-
-    >>> [rate_factor(density, 1.0) for density in (1.0, 0.25, 0.01, 0.0)], rate_factor(0.25, 0.5)
-    ([1.0, 4.0, 10.0, 10.0], 2.0)
-    """
+    """Return the factor of a layer's learning rate."""
     return min(CAP, density**-exponent) if density > 0 else CAP

@@ -121,10 +121,9 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
     parameters: 44, of which 4 always dense; 14 left
     bytes: 176 dense, 61 in the sparse format
     """
-    aims = targets(sparse)
+    aims, counts = targets(sparse), sparse.alive_by_weight()
     flops = None if example is None else count_flops(sparse.model, example)
     rows, densities = [], {}
-    counts = sparse.alive_by_weight()
     for weight in sparse.weights:
         alive = counts[weight.name]
         densities[weight.name] = alive / weight.numel if weight.numel else 1.0
@@ -178,8 +177,8 @@ def _num_mask_bytes(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, i
         return 0
     if alive - num_outside(mask.shape, weights) > as_bits // 2:  # each live weight has a gap of a byte at least
         return as_bits
-    name, value_bytes = weights[0].parameter, alive * itemsize
-    bits, gaps = encode_mask(mask, weights, pattern, itemsize, name, value_bytes=value_bytes)
+    name = weights[0].parameter
+    bits, gaps = encode_mask(mask, weights, pattern, itemsize, name, value_bytes=alive * itemsize)
     return (bits if gaps is None else gaps).nbytes
 
 
@@ -194,11 +193,5 @@ def _count(number: int | None) -> str:
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Align columns: the first two (strings) to the left, the others (numbers) to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = (
-        [
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    )
-    return ["  ".join(line).rstrip() for line in padded]
+    template = "  ".join([f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths)])
+    return [template.format(*line).rstrip() for line in lines]

@@ -55,11 +55,9 @@ def stored_in(module: nn.Module) -> dict[str, SparseParameter]:
 
 def check_adapters(model: nn.Module, names: Iterable[str]) -> None:
     """Raise if a parameter for compact storage has an adapter that replaces it."""
-    own: dict[nn.Module, list[str]] = {}
-    for path, _, local in (name.rpartition(".") for name in names):
-        own.setdefault(model.get_submodule(path), []).append(local)
+    own = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     for module in filter(is_adapter, model.modules()):
-        _check(module, own.get(_innermost(module), ()))
+        _check(module, [local for layer, local in own if layer is _innermost(module)])
 
 
 def _check(adapter: nn.Module, compact: Collection[str]) -> None:
@@ -179,7 +177,6 @@ def _check_plain_lora(adapter: Any) -> None:
 
 
 def _innermost(module: Any) -> Any:
-    """Return the layer below all nested adapters."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
     return module

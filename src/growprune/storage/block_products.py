@@ -42,13 +42,11 @@ from growprune.masks.patterns import Block, Pattern
 from growprune.storage import kernels
 
 WAYS = ("auto", "sparse", "dense")
-VARIABLE = "GROWPRUNE_BLOCK_PRODUCTS"
 log = logging.getLogger(__name__)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-WAY = os.environ.get(VARIABLE, "auto")
+WAY = os.environ.get("GROWPRUNE_BLOCK_PRODUCTS", "auto")
 """How layers with large blocks multiply: "sparse" over live blocks, "dense" with the weight, "auto" by density."""
-
 
 PAYS_BELOW = {32: 0.2, 64: 0.3}
 """The highest density at which products use live blocks, by the smaller side of a block."""
@@ -89,11 +87,7 @@ def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] 
 
 
 def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:
-    """Return the positions of the live blocks of a mask; None if it splits a block.
-
-    >>> live_blocks(torch.eye(2, dtype=torch.bool).repeat_interleave(32, 0).repeat_interleave(32, 1), 32, 32).sizes
-    (2, 2, 2, 32, 32)
-    """
+    """Return the positions of the live blocks of a mask; None if it splits a block."""
     block_rows, block_columns = mask.shape[0] // height, mask.shape[1] // width
     counts = mask.view(block_rows, height, block_columns, width).sum((1, 3))
     alive = counts > 0
@@ -102,7 +96,7 @@ def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:
     rows, columns = alive.nonzero(as_tuple=True)
     columns_down, rows_down = alive.t().nonzero(as_tuple=True)
     in_row, rank = alive.sum(1), alive.cumsum(1) - 1  # live blocks of each row, and those before each block
-    row_starts, column_starts = _starts(in_row), _starts(alive.sum(0))
+    row_starts, column_starts = (F.pad(counts.cumsum(0), (1, 0)) for counts in (in_row, alive.sum(0)))
     firsts = row_starts[rows_down] * height + rank[rows_down, columns_down]
     nothing = row_starts.new_zeros(1)
     parts = (row_starts, column_starts, columns, rows, rows_down, firsts, in_row[rows_down], nothing)
@@ -110,13 +104,9 @@ def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:
     return LiveBlocks(torch.cat(parts).to(torch.int32), sizes)
 
 
-def _starts(counts: Tensor) -> Tensor:
-    return F.pad(counts.cumsum(0), (1, 0))
-
-
 def check_environment() -> None:
     if WAY not in WAYS:
-        raise GrowpruneError(f"{VARIABLE} must be one of {', '.join(WAYS)}, got {WAY!r}")
+        raise GrowpruneError(f"GROWPRUNE_BLOCK_PRODUCTS must be one of {', '.join(WAYS)}, got {WAY!r}")
 
 
 def can_run(blocks: LiveBlocks, x: Tensor) -> bool:
@@ -132,30 +122,24 @@ def can_run(blocks: LiveBlocks, x: Tensor) -> bool:
 
 def output(layout: Any, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """Return y for x (N, inputs), computed in the dtype of x."""
-    run = _output if _is_direct(x) else torch.ops.growprune.block_output
-    return run(x, values, bias, *_operands(layout, x))
+    return _run(_output, torch.ops.growprune.block_output, layout, x, values, bias)
 
 
 def input_gradient(layout: Any, dy: Tensor, values: Tensor) -> Tensor:
     """Return dx for dy (N, outputs)."""
-    run = _input_gradient if _is_direct(dy) else torch.ops.growprune.block_input
-    return run(dy, values, *_operands(layout, dy))
+    return _run(_input_gradient, torch.ops.growprune.block_input, layout, dy, values)
 
 
 def values_gradient(layout: Any, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the live values of dW for dy (N, outputs) and x (N, inputs), in the given dtype."""
-    run = _values_gradient if _is_direct(x) else torch.ops.growprune.block_values
-    return run(dy, x, dtype, *_operands(layout, x))
+    return _run(_values_gradient, torch.ops.growprune.block_values, layout, dy, x, dtype)
 
 
-def _is_direct(x: Tensor) -> bool:
-    """True if the dispatcher can be bypassed, which takes as long as a kernel launch."""
-    return x.is_cuda and kernels.is_plain()
-
-
-def _operands(layout: Any, x: Tensor) -> tuple[Tensor, Sequence[int], Tensor, Tensor, int]:
-    here = layout.to(x.device)
-    return here.blocks.table, here.blocks.sizes, here.bits, here.offsets, here.group
+def _run(kernel: Any, operator: Any, layout: Any, first: Tensor, *rest: Any) -> Tensor:
+    """Bypass the dispatcher where nothing listens to it, because it takes as long as a kernel launch."""
+    run, here = kernel if first.is_cuda and kernels.is_plain() else operator, layout.to(first.device)
+    result: Tensor = run(first, *rest, here.blocks.table, here.blocks.sizes, here.bits, here.offsets, here.group)
+    return result
 
 
 def _output(

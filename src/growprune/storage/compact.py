@@ -38,10 +38,7 @@ from growprune.storage.compact_layers import (
 )
 from growprune.storage.kernels import Layout
 from growprune.storage.masked import hookable
-from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
-
-MOST_GRAPHS = 64
-"""The most graphs of one function that torch.compile may keep."""
+from growprune.storage.parameter import SparseParameter, uncompiled
 
 
 class Compact(SparseParameter):
@@ -84,17 +81,9 @@ class Compact(SparseParameter):
             )
 
     @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters.get(self._local)
-        if parameter is None:
-            raise no_parameter(self.module, self._local)
-        return parameter
-
-    @property
     def _layout(self) -> Layout | None:
         """The layout; None while all weights are live. It belongs to the module, so that copies include it."""
-        layout: Layout | None = vars(self.module)[LAYOUTS][self._local]
-        return layout
+        return layouts_of(self.module)[self._local]
 
     @property
     def is_known_full(self) -> bool:
@@ -124,9 +113,7 @@ class Compact(SparseParameter):
             self._keep(kept(live), layout)
         else:
             mask = unpack(packed, self.shape, here)
-            dense = torch.zeros(self.shape, dtype=live.dtype, device=here)
-            dense[mask] = live
-            self._put(dense, mask)
+            self._put(torch.zeros(self.shape, dtype=live.dtype, device=here).masked_scatter_(mask, live), mask)
 
     def preview(self, mask: Tensor) -> Callable[[], None]:
         parameter, layout = self.parameter, self._layout
@@ -208,7 +195,7 @@ class Compact(SparseParameter):
         self._place(values, layout)
         if dynamo := sys.modules.get("torch._dynamo"):
             # torch.compile makes a graph for each part that may be dense; by default it gives up at the ninth
-            dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_GRAPHS)
+            dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 64)
         if self._record is not None:
             self._listen()
 
@@ -275,11 +262,6 @@ def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
     return type(f"Compact{plain.__name__}", (plain,), members)
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor, of which this process has a shard, as FSDP2 leaves parameters between passes."""
-    return hasattr(tensor, "device_mesh")
-
-
 def _dense_attribute(name: str) -> property:
     """Return a property that reads the dense weight, through which gradients reach the live values."""
 
@@ -287,7 +269,7 @@ def _dense_attribute(name: str) -> property:
         layout, values = layouts_of(module)[name], module._parameters.get(name)
         if values is None:
             raise _not_replaceable(module, name)
-        if layout is None or is_sharded(values):
+        if layout is None or hasattr(values, "device_mesh"):  # FSDP2 leaves shards (DTensors) between passes
             return values
         return applied(module, Expand, values, layout)
 
@@ -334,7 +316,6 @@ def _delete(module: nn.Module, name: str) -> None:
 
 def _refuse_to_serialize(module: nn.Module, *protocol: object) -> Any:
     """Refuse to pickle, because another process could not find this class by its name; and torch.jit.script."""
-    del protocol
     raise GrowpruneError(
         f"{type(module).__name__} has compact storage, which cannot be pickled or scripted: call sparse.to_dense_() "
         f"first, or write a file with growprune.save(sparse, path)"
@@ -369,15 +350,14 @@ class Expand(torch.autograd.Function):
 
 def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Put plain dense tensors into the state dict; for a sharded model, shards of the live values."""
-    del metadata
     for name, layout in layouts_of(module).items():
-        if layout is not None and prefix + name in state and not is_sharded(state[prefix + name]):
-            state[prefix + name] = layout.expand(state[prefix + name].detach())
+        values = state.get(prefix + name)
+        if layout is not None and values is not None and not hasattr(values, "device_mesh"):
+            state[prefix + name] = layout.expand(values.detach())
 
 
 def _take_dense(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Load dense tensors. Raise if pruned weights are not zero in them."""
-    del rest
     for name, layout in layouts_of(module).items():
         tensor = state.get(prefix + name)
         if layout is not None and tensor is not None and tensor.shape == layout.shape:

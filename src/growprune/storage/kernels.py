@@ -49,44 +49,27 @@ log = logging.getLogger(__name__)
 
 
 def pack(mask: Tensor, *, group: int = 1) -> Tensor:
-    """Pack a flat bool mask into bits. The elements of a group must agree; the first one is used.
-
-    >>> pack(torch.tensor([True, False, True, True]))[:2].tolist()
-    [13, 0]
-    """
-    lives = mask.reshape(-1, group)[:, 0]
-    return padded_copy(pack_mask(lives), to=BLOCK // 8)
+    """Pack a flat bool mask into bits. The elements of a group must agree; the first one is used."""
+    return padded_copy(pack_mask(mask.reshape(-1, group)[:, 0]), to=BLOCK // 8)
 
 
 def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
-    """Unpack bits into the flat bool mask of n elements: the inverse of `pack`.
-
-    >>> unpack(pack(torch.tensor([True, False, True, True])), 4).tolist()
-    [True, False, True, True]
-    """
+    """Unpack bits into the flat bool mask of n elements: the inverse of `pack`."""
     num_groups = n // group
     lives = unpack_mask(bits[: -(-num_groups // 8)], (num_groups,))
     return lives if group == 1 else lives.unsqueeze(1).expand(-1, group).reshape(-1)
 
 
 def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
-    """Return how many bits are set before each block, and in total.
-
-    >>> block_offsets(pack(torch.ones(1500, dtype=torch.bool)))
-    (tensor([   0, 1024]), 1500)
-    """
+    """Return how many bits are set before each block, and in total."""
     if bits.device.type != "cpu":
         # in each pair of bits, how many are set; then in each four, then in all
         pairs = bits - ((bits >> 1) & 0x55)
         fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
         counts = ((fours + (fours >> 4)) & 0x0F).view(-1, BLOCK // 8).sum(1)
     else:
-        # a block is sixteen bytes of counts, none over 64: adding eight bytes as one number is ten times as fast
-        words = np.bitwise_count(bits.numpy().view(np.uint64)).view(np.uint64).reshape(-1, 2)
-        sums, even = words[:, 0] + words[:, 1], np.uint64(0x00FF00FF00FF00FF)
-        sums = (sums & even) + ((sums >> np.uint64(8)) & even)
-        sums = (sums * np.uint64(0x0001000100010001)) >> np.uint64(48)  # the sum of all four, in the highest
-        counts = torch.from_numpy(sums.astype(np.int64))
+        words = np.bitwise_count(bits.numpy().view(np.uint64)).reshape(-1, BLOCK // 64)
+        counts = torch.from_numpy(words.sum(1, dtype=np.int64))
     ends = counts.cumsum(0)
     offsets = torch.zeros_like(ends)
     offsets[1:] = ends[:-1]
@@ -94,11 +77,7 @@ def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
 
 
 def count_bits(bits: Tensor) -> int:
-    """Count the bits that are set in bytes on the CPU.
-
-    >>> count_bits(torch.tensor([255, 5], dtype=torch.uint8))
-    10
-    """
+    """Count the bits that are set in bytes on the CPU."""
     octets = bits.numpy()
     end = octets.size // 8 * 8  # eight bytes at a time, and what is left
     parts = np.ascontiguousarray(octets[:end]).view(np.uint64), octets[end:]
@@ -115,17 +94,13 @@ def _expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.
 
 
 def _fake_expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
-    del bits, offsets, group
     if torch.compiler.is_exporting():
         _refuse_to_export("exported (torch.export, and ONNX by it)")
     return values.new_empty(n, dtype=dtype)
 
 
 def _refuse_to_export(what: str) -> None:
-    """Refuse to export, because only growprune could read the result."""
-    raise GrowpruneError(
-        f"a model with storage='compact' cannot be {what}: call sparse.to_dense_() first, which makes it a plain model"
-    )
+    raise GrowpruneError(f"a model with storage='compact' cannot be {what}: call sparse.to_dense_() first")
 
 
 def _compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
@@ -165,10 +140,6 @@ def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.d
 
     Here and in `compress`, arguments are not checked against each other, because that takes as long as a kernel. The
     dispatcher is bypassed if nothing listens to it.
-
-    >>> bits = pack(torch.tensor([False, True, True]))
-    >>> expand(torch.tensor([5.0, 6.0]), bits, block_offsets(bits)[0], 3, torch.float64)
-    tensor([0., 5., 6.], dtype=torch.float64)
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined]  # torch.compile knows it by this name only
         _refuse_to_export("traced (torch.jit.trace, and ONNX or OpenVINO by it)")
@@ -180,10 +151,6 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
     """Return the `nnz` live elements of a flat dense tensor, in order and in the given dtype.
 
     `nnz` is what `block_offsets` counted, times the group.
-
-    >>> bits = pack(torch.tensor([False, True, True]))
-    >>> compress(torch.tensor([4.0, 5.0, 6.0]), bits, block_offsets(bits)[0], 2, torch.float64)
-    tensor([5., 6.], dtype=torch.float64)
     """
     run = _compress if _is_direct(dense) else torch.ops.growprune.compress
     return run(dense, bits, offsets, nnz, dtype, group)
@@ -217,17 +184,12 @@ def padded_copy(tensor: Tensor, *, to: int = 1) -> Tensor:
 
 
 def scatter_live(dense: Tensor, mask: Tensor, values: Tensor, packed: Tensor) -> None:
-    """Write live values, and exact zeros elsewhere, into a flat tensor, and its bits into a mask; on the CPU.
-
-    >>> dense, mask = torch.ones(4), torch.ones(4, dtype=torch.bool)
-    >>> scatter_live(dense, mask, torch.tensor([5.0, 6.0]), torch.tensor([10], dtype=torch.uint8))
-    >>> dense.tolist(), mask.tolist()
-    ([0.0, 5.0, 0.0, 6.0], [False, True, False, True])
-    """
+    """Write live values, and exact zeros elsewhere, into a flat tensor, and its bits into a mask; on the CPU."""
     integers = f"i{dense.element_size()}"  # numpy does not know every dtype of torch
     to, live = (tensor.detach().view(torch.uint8).numpy().view(integers) for tensor in (dense, values.contiguous()))
     lives, bits = mask.numpy(), packed.numpy()
-    spans = [slice(start, start + FILLED) for start in range(0, dense.numel(), FILLED)]
+    filled = 1 << 20  # the elements that a thread fills at a time
+    spans = [slice(start, start + filled) for start in range(0, dense.numel(), filled)]
     counts = [count_bits(packed[span.start // 8 : span.stop // 8]) for span in spans]
 
     def fill_span(span: slice, end: int, count: int) -> None:
@@ -238,10 +200,6 @@ def scatter_live(dense: Tensor, mask: Tensor, values: Tensor, packed: Tensor) ->
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list(threads.map(fill_span, spans, accumulate(counts), counts))
-
-
-FILLED = 1 << 20
-"""The elements that a thread fills at a time."""
 
 
 def can_zero_off(device: torch.device) -> bool:
@@ -342,7 +300,6 @@ class Layout:
         """The sparse parameter that may record dense gradients. A copy has none."""
 
     def to(self, device: torch.device) -> Layout:
-        """Return the layout on another device."""
         if self.bits.device != device:
             self.bits, self.offsets = self.bits.to(device), self.offsets.to(device)
             self.blocks = None if self.blocks is None else self.blocks.to(device)
@@ -358,15 +315,14 @@ class Layout:
 
     def expand(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dense tensor of live values."""
-        here = self.to(values.device)
-        flat = expand(values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group)
-        return self._unfold(flat)
+        self.to(values.device)
+        return self._unfold(expand(values, self.bits, self.offsets, self._numel, dtype or values.dtype, self.group))
 
     def compress(self, dense: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the live values of a dense tensor."""
-        here = self.to(dense.device)
+        self.to(dense.device)
         flat = (dense.movedim(1, -1) if self.is_folded else dense).reshape(-1)
-        return compress(flat, here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group)
+        return compress(flat, self.bits, self.offsets, self.num_alive, dtype or dense.dtype, self.group)
 
     def _unfold(self, flat: Tensor) -> Tensor:
         if not self.is_folded:

@@ -20,7 +20,7 @@ from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
 from growprune.masks.patterns import CPU_CHUNK, Pattern, in_one_go
 from growprune.storage import kernels
-from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
+from growprune.storage.parameter import SparseParameter, uncompiled
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
@@ -38,7 +38,6 @@ class Masked(SparseParameter):
         super().__init__(model, name, pattern)
         self._row_major = tuple(range(len(self.shape)))
         self._num_masks = 0
-        """How many masks there have been."""
         self._hooked: weakref.ref[nn.Parameter] | None = None
         self._handle: Any = None
         self.record: Callable[[Tensor], None] | None = None
@@ -60,20 +59,13 @@ class Masked(SparseParameter):
         if parameter is not None and parameter.shape == self.shape:
             copied = copy.deepcopy(parameter, memo)  # not by its module, which may not have it yet
             if copied is not parameter:
-                clone._hook(copied)
+                clone.hook_gradients(copied)
         return clone
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
         if model.get_parameter(name).is_complex():
             raise GrowpruneError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters.get(self._local)
-        if parameter is None:
-            raise no_parameter(self.module, self._local)
-        return parameter
 
     @property
     def is_known_full(self) -> bool:
@@ -156,7 +148,7 @@ class Masked(SparseParameter):
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
         # which masks are full is asked at once, because each single answer would wait for the device
         asked = [one for one, _ in shaped_alike if isinstance(one._is_full, Tensor)]
-        for one, is_full in zip(asked, in_one_go([one._is_full for one in asked]) if asked else (), strict=True):
+        for one, is_full in zip(asked, in_one_go([one._is_full for one in asked]), strict=True):
             one._is_full = bool(is_full)
         for sparse_parameter, tensors in shaped_alike:
             for tensor in tensors:
@@ -176,7 +168,10 @@ class Masked(SparseParameter):
 
     def _zero_off(self, tensor: Tensor) -> None:
         if type(tensor) not in (Tensor, nn.Parameter) and is_wrapped(tensor):
-            zero_wrapped_off(self.mask(), tensor)
+            values, mask = plain(tensor), self.mask()
+            if bool(values.masked_fill(mask, 0).any()):  # only then, because quantizing again may round again
+                with torch.no_grad():
+                    tensor.copy_(torch.where(mask, values, 0))
         elif self._bits and (flat := self._flat(tensor)) is not None:
             kernels.zero_off(*flat)
             torch.autograd.graph.increment_version(tensor)
@@ -210,11 +205,9 @@ class Masked(SparseParameter):
             self.zero_off(gradient)
             setattr(gradient, MASKED, (gradient._version, self._num_masks))
 
-    def hook_gradients(self) -> None:
-        self._hook(self.parameter)
-
-    def _hook(self, parameter: nn.Parameter) -> None:
+    def hook_gradients(self, parameter: nn.Parameter | None = None) -> None:
         """Mask gradients as soon as they are there, so that clipping, accumulation and all-reduce see them masked."""
+        parameter = self.parameter if parameter is None else parameter
         can_have_gradients = parameter.is_floating_point() and not parameter.is_inference()
         if (self._hooked is None or self._hooked() is not parameter) and can_have_gradients:
             me = weakref.ref(self)
@@ -278,14 +271,3 @@ def plain(tensor: Tensor) -> Tensor:
     if not is_wrapped(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-@torch.no_grad()
-def zero_wrapped_off(mask: Tensor, tensor: Tensor) -> None:
-    """Set a wrapped tensor to zero where a mask is False, as far as it can represent zeros.
-
-    It is written to only if that changes something, because quantizing again may round again.
-    """
-    values = plain(tensor)
-    if bool(values.masked_fill(mask, 0).any()):
-        tensor.copy_(torch.where(mask, values, 0))

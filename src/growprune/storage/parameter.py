@@ -44,6 +44,12 @@ class SparseParameter(Protocol):
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter that the optimizer trains."""
+        if (parameter := self.module._parameters.get(self._local)) is None:
+            raise GrowpruneError(
+                f"a {type(self.module).__name__} of the sparse model has no parameter {self._local} any more, as after "
+                f"weight_norm or another parametrization: create the SparseModel after those, or remove them"
+            )
+        return parameter
 
     @property
     def is_first_gradient(self) -> bool:
@@ -117,17 +123,7 @@ class SparseParameter(Protocol):
         return
 
 
-def no_parameter(module: nn.Module, local: str) -> GrowpruneError:
-    """Return the error for a parameter that was replaced by a computed tensor."""
-    return GrowpruneError(
-        f"a {type(module).__name__} of the sparse model has no parameter {local} any more, as after weight_norm or "
-        f"another parametrization: create the SparseModel after those, or remove them"
-    )
-
-
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-
-REASON = "growprune masks gradients and edits masks around each optimizer step: compile with fullgraph=False"
 
 
 def uncompiled(hook: Hook) -> Hook:
@@ -135,4 +131,5 @@ def uncompiled(hook: Hook) -> Hook:
 
     Use it where a hook is registered, and not as a decorator: it loads the compiler, as every optimizer does.
     """
-    return torch.compiler.disable(hook, reason=REASON)  # type: ignore[no-any-return,no-untyped-call]
+    reason = "growprune masks gradients and edits masks around each optimizer step: compile with fullgraph=False"
+    return torch.compiler.disable(hook, reason=reason)  # type: ignore[no-any-return,no-untyped-call]

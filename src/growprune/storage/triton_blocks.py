@@ -78,11 +78,9 @@ def values_gradient(dy: Tensor, x: Tensor, table: Tensor, sizes, dtype: torch.dt
 
 def tile_of_tokens(across: int, along: int) -> Tile:
     """Return the tile of "output" and "input", for the side of a block that the result has, and the one summed over."""
-    if across % 128 == 0:
-        return Tile(128, 128, _part(along, 64), 4, 3)
-    if across % 64 == 0:
-        return Tile(128, 64, _part(along, 64), 4, 3)
-    return Tile(256, 32, _part(along, 64), 4, 4)
+    if across % 64:
+        return Tile(256, 32, _part(along, 64), 4, 4)
+    return Tile(128, _part(across, 128), _part(along, 64), 4, 3)
 
 
 def tile_of_values(height: int, width: int) -> Tile:
