@@ -19,7 +19,7 @@ from growprune.masks.patterns import (
     walk_groups,
     write_groups,
 )
-from growprune.masks.ranking import choose, edit_keys, key_bits
+from growprune.masks.ranking import choose, edit_keys, key_bits_of
 from growprune.plan import Part, prune
 
 
@@ -33,7 +33,7 @@ def kept(pattern: str, values: Tensor, k: int, *, transposed: bool = False) -> T
     mask = torch.ones_like(values, dtype=torch.bool)
     edit = prune(Part("S0", ("w",)), to=0.5)
     keys = edit_keys(edit, weight, parsed, read=lambda weight: (values, mask), salt=0, dtype=values.dtype)
-    (walk,) = choose([keys], k, bits=key_bits(values.dtype))
+    (walk,) = choose([keys], k, bits=key_bits_of(edit, values.dtype))
     write_groups(parsed, mask, weight, walk)
     return mask
 

@@ -66,7 +66,7 @@ def test_only_what_the_first_edit_goes_by_is_another(name: str) -> None:
 
 @every_one
 def test_another_word_is_refused_where_the_plan_is_written(name: str) -> None:
-    with pytest.raises(gp.GrowpruneError, match=r"initial_mask must be one of 'random', .*, got 'gradient'"):
+    with pytest.raises(gp.GrowpruneError, match=r"initial_mask must be one of random, .*, got 'gradient'"):
         plan_of(name, parts(), initial_mask="gradient")
 
 

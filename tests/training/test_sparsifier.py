@@ -386,7 +386,7 @@ def test_lengths_may_be_given_in_epochs() -> None:
         ),
         ("iterations must be an integer >= 1, got 0", {"iterations": 0}),
         ("gmp chooses its first mask itself", {"method": "gmp", "initial_mask": "magnitude"}),
-        (r"initial_mask must be one of 'auto', .*, got 'zeros'", {"initial_mask": "zeros"}),
+        (r"initial_mask must be one of auto, .*, got 'zeros'", {"initial_mask": "zeros"}),
         ("parallel_gap trains branches on several machines", {"method": "parallel_gap"}),
         (r"snip chooses its first mask by gradients: pass losses, .* such as losses=\[", {"method": "snip"}),
         ("initial_mask='sparsegpt' needs calibration=", {"initial_mask": "sparsegpt"}),

@@ -109,7 +109,6 @@ class Partition:
         model: Any,
         kappa: int,
         *,
-        weigh: Mapping[str, float] | None = None,
         keep_dense: Iterable[str] = (),
         include: Iterable[str] = (),
         layers: Layers | None = None,
@@ -121,8 +120,6 @@ class Partition:
         Args:
             kappa: the number of parts, from 1 to the number of layers. Blocks are split only if kappa exceeds
                 their number.
-            weigh: the cost to balance, by layer name; by default the number of weights. For FLOPs, pass
-                `growprune.count_flops(model, example).by_layer`.
             keep_dense, include: the same values as for the SparseModel. Layers that stay dense do not form parts.
                 Included parameters count as layers, under the name of their module, or under their own name if the
                 module has other layers too.
@@ -133,11 +130,9 @@ class Partition:
         units = _blocks(model, "", sizes, is_root=True)
         if kappa > len(units):
             units = list(sizes)
-        costs = dict.fromkeys(units, 0.0)
-        for path in sizes:
-            unit = _innermost(path, costs)
-            assert unit is not None, f"layer {path} lies in no unit"
-            costs[unit] += (weigh or sizes).get(path, 0)
+        costs = dict.fromkeys(units, 0)
+        for path, size in sizes.items():
+            costs[_innermost(path, costs) or ""] += size  # the model itself may be the only unit
         owner = dict(zip(units, _cut(list(costs.values()), kappa), strict=True))
         return cls._numbered(_gather(model, owner, kappa), sizes)
 
@@ -288,7 +283,7 @@ def _holds_list_of_blocks(module: Any, path: str, layers: Mapping[str, int]) -> 
     return False
 
 
-def _cut(costs: Sequence[float], kappa: int) -> list[int]:
+def _cut(costs: Sequence[int], kappa: int) -> list[int]:
     """Return the part of each unit, so that the most expensive of kappa contiguous parts is as cheap as possible."""
     ends = sorted({load for i in range(len(costs)) for load in accumulate(costs[i:])})
     # the smallest cap that some part's cost could be, and that kappa parts can keep to
@@ -296,13 +291,13 @@ def _cut(costs: Sequence[float], kappa: int) -> list[int]:
     return _owners_up_to(costs, kappa, ends[least])
 
 
-def _owners_up_to(costs: Sequence[float], kappa: int, cap: float) -> list[int]:
+def _owners_up_to(costs: Sequence[int], kappa: int, cap: int) -> list[int]:
     """Fill parts from the left up to the cap, but leave at least one unit for every part to come."""
-    owner, part, load = [], 0, 0.0
+    owner, part, load = [], 0, 0
     for i, cost in enumerate(costs):
         must_open = len(costs) - i == kappa - part - 1
         if i > 0 and (load + cost > cap or must_open):
-            part, load = part + 1, 0.0
+            part, load = part + 1, 0
         load += cost
         owner.append(part)
     return owner

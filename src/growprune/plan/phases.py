@@ -70,10 +70,7 @@ def first_by(initial_mask: InitialMask) -> By:
         >>> first_by("magnitude")
         <By.MAGNITUDE: 'magnitude'>
     """
-    if initial_mask not in get_args(InitialMask):
-        known = ", ".join(map(repr, get_args(InitialMask)))
-        raise GrowpruneError(f"initial_mask must be one of {known}, got {initial_mask!r}")
-    return By(initial_mask)
+    return By(one_of("initial_mask", initial_mask, get_args(InitialMask)))
 
 
 class Action(Enum):
@@ -151,12 +148,11 @@ class Edit:
             raise GrowpruneError(f"{self.action.value} takes to= or share=, got to={self.to} and share={self.share}")
         if self.to is not None:
             check_sparsity(self.to)
-            object.__setattr__(self, "to", as_float(self.to))  # so that what is equal is written alike
-        if self.share is not None:
-            check_share(share=self.share)
-            object.__setattr__(self, "share", as_float(self.share))
-        if not isinstance(self.by, By):
-            object.__setattr__(self, "by", parse_choice(By, self.by))
+        for name in ("to", "share", "within"):
+            if (value := getattr(self, name)) is not None:
+                check_share(**{name: value})
+                object.__setattr__(self, name, as_float(value))  # so that what is equal is written alike
+        object.__setattr__(self, "by", parse_choice(By, self.by))
         if self.by is By.AS_IS and (self.action is Action.GROW or self.to is None):
             raise GrowpruneError(f"{self.action.value} got by=as_is, which needs prune with to=: choose another by")
         if self.spread is not None:
@@ -172,13 +168,10 @@ class Edit:
                 )
             if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
                 raise GrowpruneError(f"grow got spread=momentum with by={self.by.value}: use by=By.MOMENTUM")
-        if self.within is not None:
-            check_share(within=self.within)
-            object.__setattr__(self, "within", within := as_float(self.within))
-            if self.action is Action.PRUNE or self.to != 0 or self.by is not By.RANDOM or self.spread is not None:
-                raise GrowpruneError(
-                    f"within={within:g} is only for growth to dense: call grow(part, within={within:g})"
-                )
+        is_to_dense = self.action is Action.GROW and self.to == 0 and self.by is By.RANDOM and self.spread is None
+        if self.within is not None and not is_to_dense:
+            within = f"within={self.within:g}"
+            raise GrowpruneError(f"{within} is only for growth to dense: call grow(part, {within})")
 
     def __str__(self) -> str:
         how = "" if self.is_usual else f" by {self.criterion}"
@@ -400,12 +393,8 @@ class Plan:
     def __len__(self) -> int:
         return len(self.stages)
 
-    @overload
-    def __getitem__(self, i: int) -> Stage: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Stage]: ...
-    def __getitem__(self, i: int | slice) -> Stage | list[Stage]:
-        return list(self.stages)[i] if isinstance(i, slice) else self.stages[i]
+    def __getitem__(self, i: Any) -> Any:
+        return list(self.stages)[i]
 
 
 Options = ParamSpec("Options")

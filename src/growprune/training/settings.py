@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,10 +49,6 @@ Scorer: TypeAlias = Callable[[SparseModel, By], None]
 
 OTHER_WORDS = {"kappa": "parts", "partition": "parts", "steps": "iterations", "max_steps": "iterations"}
 """Words for arguments in the paper and in other libraries."""
-LARGE_MODEL = 1_000_000
-"""The least number of prunable weights at which it is worth a warning that many are live at a time."""
-
-
 BY_DATA = ("wanda", "sparsegpt")
 """First masks that need calibration data: `prune_pretrained` makes them, and the plan keeps them."""
 MASKS: tuple[str, ...] = (*get_args(InitialMask), *BY_DATA)
@@ -119,9 +114,7 @@ class Settings:
             object.__setattr__(self, name, value)
         if self.rescale not in ("auto", True, False):
             raise GrowpruneError(f"rescale must be 'auto', True or False, got {self.rescale!r}")
-        if self.initial_mask not in ("auto", *MASKS):
-            known = ", ".join(map(repr, ("auto", *MASKS)))
-            raise GrowpruneError(f"initial_mask must be one of {known}, got {self.initial_mask!r}")
+        one_of("initial_mask", self.initial_mask, ("auto", *MASKS))
         if self.initial_mask != "auto" and self.declaration.first_mask is None:
             is_undeclared = "initial_mask" in self.declaration.options
             hint = " (or declare it: @method(first_mask='initial_mask'))" if is_undeclared else ""
@@ -363,7 +356,6 @@ class Settings:
                     f"the plan of {said.name} has {length} optimizer steps ({', '.join(given)}), but the training has "
                     f"{total}: set {remedy(length)}, or use options of {said.name} that add up to {total}"
                 )
-            said._warn_of_peak(plan, weights)
 
         # a first mask by data, which changes weights: last, when nothing can be refused any more
         if is_by_data:
@@ -427,23 +419,6 @@ class Settings:
             f"start with a random mask"
         )
         return first
-
-    def _warn_of_peak(self, plan: Plan, weights: Sequence[Weight]) -> None:
-        """Warn if one layer has most of a large model, so that the default limit of live weights cannot be kept."""
-        total, share = sum(weight.numel for weight in weights), plan.partition.largest_share
-        if not self.is_start_open or share <= 0.5 or total < LARGE_MODEL:
-            return
-        limits = [edit.within or 0 for scheduled in walk(plan) for edit in scheduled.phase.edits]
-        peak = math.ceil(max(limits, default=0) * 1e4) / 1e4
-        if not peak:
-            return
-        largest = max(weights, key=lambda weight: weight.numel)
-        warn(
-            f"up to {peak:.0%} of the prunable weights will be live at a time, because one part has {share:.0%} of "
-            f"them and grows as a whole; its largest layer is {largest.name}, with {largest.numel / total:.0%}. Pass "
-            f"{self.declaration.peak}={peak:g} to accept this, or use more parts= if the part has several layers, "
-            f"keep_dense=[...], or method='rigl'"
-        )
 
 
 @dataclass(frozen=True)
