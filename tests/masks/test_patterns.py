@@ -99,19 +99,6 @@ def test_unstructured_works_in_every_float_type(dtype: torch.dtype) -> None:
 # Blocks
 
 
-def test_a_block_larger_than_the_weight_is_one_group() -> None:
-    assert Block(height=4, width=8).num_groups(Weight("w", "w", (2, 3))) == 1
-
-
-def test_blocks_of_a_convolution_run_along_the_input_channels() -> None:
-    values = torch.zeros(1, 2, 1, 2)  # (out, in, kh, kw)
-    values[0, :, 0, 0] = torch.tensor([1.0, -1.0])
-    values[0, :, 0, 1] = torch.tensor([2.5, 0.0])
-    mask = kept("1x2", values, 1)
-    assert mask[0, :, 0, 0].tolist() == [False, False]
-    assert mask[0, :, 0, 1].tolist() == [True, True]
-
-
 def test_a_1x8_block_of_a_convolution_is_one_kernel_position_of_eight_channels() -> None:
     values = torch.ones(2, 16, 2, 2)
     values[1, 8:, 0, 1] = 3.0

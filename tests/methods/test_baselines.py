@@ -1,6 +1,5 @@
 """The baselines of grow-and-prune, each against its paper's formula worked out by hand on a few numbers."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from few_weights import Eight, alive, pass_one, splitmix, still
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import Optimize, adamw, all_of, check_same_bits, sgd, small_net, train_step
 from torch import nn
 
 from growprune.errors import GrowpruneError
@@ -193,55 +191,6 @@ def test_set_grows_every_position_as_often() -> None:
     assert float(((counts - 150) ** 2 / 75).sum()) < 25  # chi-square, 5 degrees: once in 10,000
 
 
-ITERATIONS = 30
-
-
-def run_rigl(storage: str, optimize: Optimize, *, batches: int, clip: float | None, **options: Any) -> dict[str, Any]:
-    """RigL over 30 iterations with a swap every 5, all that there is after each swap."""
-    dtype = options.pop("dtype", torch.float32)
-    model = small_net(dtype)
-    sparse = SparseModel(model, **({"sparsity": 0.75, "storage": storage, "allocation": "uniform"} | options))
-    plan = rigl(Partition.per_layer(model), sparsity=0.75, iterations=ITERATIONS, every=5, drop=0.5, until=1.0)
-    cursor = Cursor(sparse, plan)
-    optimizer = cursor.attach(optimize(model.parameters()))
-    seen = {"0": all_of(sparse, optimizer)}
-    for iteration in range(ITERATIONS):
-        train_step(model, optimizer, iteration, batches=batches, clip=clip)
-        if (iteration + 1) % 5 == 0:
-            seen[str(iteration + 1)] = all_of(sparse, optimizer)
-    masks = [seen[key]["masks"]["3.weight"] for key in seen]
-    assert sum(not torch.equal(a, b) for a, b in itertools.pairwise(masks)) >= 4, "nothing was swapped"
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("allocation", "pattern", "optimize", "batches"),
-    [  # of all 36, nine in which any two settings meet
-        ("uniform", "unstructured", sgd, 1),
-        ("uniform", "1x4", adamw, 2),
-        ("uniform", "2:4", sgd, 2),
-        ("erk", "unstructured", adamw, 2),
-        ("erk", "1x4", sgd, 1),
-        ("erk", "2:4", adamw, 1),
-        ("global", "unstructured", sgd, 2),
-        ("global", "1x4", adamw, 1),
-        ("global", "2:4", adamw, 2),
-    ],
-)
-@pytest.mark.parametrize("precise", [{}, {"clip": None, "dtype": torch.float64}], ids=["clipped", "float64"])
-def test_rigl_with_compact_storage_is_rigl_with_masks_bit_for_bit(
-    allocation: str, pattern: str, optimize: Optimize, batches: int, precise: Any
-) -> None:
-    options: dict[str, Any] = {
-        "batches": batches,
-        "clip": 0.01,
-        "pattern": pattern,
-        "allocation": allocation,
-        **precise,
-    }
-    check_same_bits(run_rigl("compact", optimize, **options), run_rigl("masked", optimize, **options))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_growth_by_gradient_never_drops_a_live_weight_however_large_the_gradient(
@@ -266,18 +215,7 @@ def test_acdc_of_a_hundred_epochs_is_the_schedule_of_the_paper() -> None:
     sparse, dense = prune(ALL, to=0.9), grow(ALL)
     assert list(acdc(S, sparsity=0.9, iterations=100)) == [
         Phase(iterations=10),
-        Phase(sparse, iterations=5),  # 10
-        Phase(dense, iterations=5),  # 15
-        Phase(sparse, iterations=5),  # 20
-        Phase(dense, iterations=5),  # 25
-        Phase(sparse, iterations=5),  # 30
-        Phase(dense, iterations=5),  # 35
-        Phase(sparse, iterations=5),  # 40
-        Phase(dense, iterations=5),  # 45
-        Phase(sparse, iterations=5),  # 50
-        Phase(dense, iterations=5),  # 55
-        Phase(sparse, iterations=5),  # 60
-        Phase(dense, iterations=5),  # 65
+        *[Phase(edit, iterations=5) for _ in range(6) for edit in (sparse, dense)],  # 10, 15, ..., 65
         Phase(sparse, iterations=5),  # 70
         Phase(dense, iterations=10),  # 75
         Phase(sparse, iterations=15),  # 85

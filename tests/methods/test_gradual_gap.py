@@ -50,14 +50,6 @@ def test_the_first_sparsity_is_held_until_begin_while_the_parts_grow() -> None:
     ]
 
 
-def test_a_first_sparsity_that_is_held_to_the_end_of_the_steps_jumps_to_the_target() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=8, every=2, start=0.5, until=0.5, **FIRST | {"begin": 0.5})
-    assert lines(plan)[1:] == ["prune all to 0.5, grow S0 to dense: 2"] + [
-        "prune all to 0.5, grow S1 to dense: 2",
-        "prune all to 0.9: 4",
-    ]
-
-
 def test_it_holds_a_sparse_start_until_gmps_curve_passes_it_and_grows_early_if_nothing_is_said() -> None:
     plan = gradual_gap(FOUR, sparsity=0.8, iterations=40, every=4)
     # a quarter is grown within 0.6, so 0.4 / 0.75 of the rest are zero at first; parts grow for 0.3 * 40 iterations
@@ -72,19 +64,6 @@ def test_a_model_that_cannot_keep_to_the_usual_peak_comes_as_near_as_it_can() ->
     assert lines(gradual_gap(FOUR, sparsity=0.5, iterations=12))[0] == "prune all to 0.5 by random: 0"
     whole = Partition((Part("S0", ("0.weight",)),))
     assert lines(gradual_gap(whole, sparsity=0.5, iterations=12))[0] == "prune all to dense by random: 0"
-
-
-def test_it_rises_as_gmp_does_with_a_power_of_three() -> None:
-    plan = gradual_gap(
-        FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, control="start", **FIRST | {"power": 3}
-    )
-    # half way, an eighth of the way is left: 0.9 - 0.8 / 8
-    assert lines(plan) == [
-        "prune all to 0.1 by random: 0",
-        "prune all to 0.1: 6",
-        "prune all to 0.8: 6",
-        "prune all to 0.9: 0",
-    ]
 
 
 @pytest.mark.parametrize(("iterations", "every"), [(6000, 100), (3000, 50), (1470, 50), (1000, 50), (400, 20), (40, 2)])

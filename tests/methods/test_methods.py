@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import numpy
 import pytest
 import torch
-from plan_cases import ForkCursor, all_of, check_same_bits, frozen, options_of, phases_of, plan_of, thawed
+from plan_cases import ForkCursor, check_same_bits, frozen, options_of, phases_of, plan_of, thawed
 from torch import Tensor, nn
 
 from growprune import methods
@@ -77,16 +77,6 @@ def test_parallel_gap_with_two_parts_and_two_steps_is_algorithm_2() -> None:
         fork,
         Phase(prune(S.whole, to=0.9)),
         Phase(epochs=40, restart=True),
-    ]
-
-
-def test_parallel_gap_with_one_part_is_a_fork_of_one_machine() -> None:
-    S = parts(1)
-    assert list(parallel_gap(S, sparsity=0.5, steps=1, epochs=2, finetune=3)) == [
-        Phase(prune(S.whole, to=0.5, by=at_random)),
-        Fork(Branch(Phase(grow(S[0]), epochs=2, restart=True), S[0])),
-        Phase(prune(S.whole, to=0.5)),
-        Phase(epochs=3, restart=True),
     ]
 
 
@@ -172,18 +162,6 @@ def test_a_plan_listed_twice_is_the_same(name: str) -> None:
 
 
 @every_method
-def test_an_unknown_option_is_refused_at_the_call(name: str) -> None:
-    with pytest.raises(TypeError, match="sparsty"):
-        METHODS[name](parts(2), sparsty=0.9)
-
-
-@every_method
-def test_a_method_says_what_it_is(name: str) -> None:
-    assert METHODS[name].__name__ == name
-    assert (METHODS[name].__doc__ or "").strip()
-
-
-@every_method
 def test_a_model_in_the_place_of_its_partition_is_refused_in_a_line(name: str) -> None:
     says = rf"^the first argument of {name} must be a partition such as .*, got a Linear$"
     with pytest.raises(GrowpruneError, match=says):
@@ -213,14 +191,6 @@ def test_a_count_may_be_any_whole_number_and_else_is_named(name: str, count: str
                 METHODS[name](S, **{**less, count: bad})
 
 
-def test_a_plan_that_is_too_long_names_an_option_of_its_method() -> None:
-    S = Partition.contiguous(nn.Linear(2, 2), 1)
-    with pytest.raises(GrowpruneError, match=r"the plan of gradual_gap has more than 100,000 phases: raise `every`"):
-        METHODS["gradual_gap"](S, sparsity=0.9, iterations=200_000, every=1)
-    with pytest.raises(GrowpruneError, match=r"the plan of cyclic_gap has more than 100,000 phases"):
-        cyclic_gap(S, sparsity=0.9, steps=200_000, epochs=1, finetune=1)
-
-
 def test_an_option_of_several_methods_is_of_one_kind_in_all_of_them() -> None:
     """A recipe keeps the options that it shares with another method: one with two units would mean something else."""
     kinds: dict[str, set[Any]] = {}
@@ -229,14 +199,6 @@ def test_an_option_of_several_methods_is_of_one_kind_in_all_of_them() -> None:
         for name in list(inspect.signature(method).parameters)[1:]:
             kinds.setdefault(name, set()).add(frozenset(get_args(hints[name]) or [hints[name]]) - {type(None)})
     assert {name: kind for name, kind in kinds.items() if len(kind) > 1} == {}
-
-
-@every_method
-def test_an_option_has_a_default_or_an_example_in_the_docstring(name: str) -> None:
-    plan = plan_of(name, parts(4))
-    options = inspect.signature(METHODS[name].__wrapped__).parameters  # type: ignore[attr-defined]
-    needed = {key for key, option in options.items() if option.default is option.empty} - {"S"}
-    assert needed <= set(plan.options)
 
 
 @every_method
@@ -359,57 +321,6 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit_from_any_iteration(name: str,
         reached = frozen(*(x.state_dict() for x in (case.model, case.sparse, cursor, optimizer)))
         if reached != saved[stop]:
             check_same_bits(thawed(reached), thawed(saved[stop]), f"from {start}, at {stop}: ")
-
-
-def follow(case: Contract, start: tuple[int, bytes] | None = None) -> tuple[list[tuple[int, bytes]], dict[str, Any]]:
-    """One's own loop over phases: the states before each iteration, and the end. Or from one of them, two phases on."""
-    optimizer, iteration, saved = case.sparse.attach(case.optimizer()), 0, []
-    stop = case.iterations if start is None else case.two_phases_on(start[0])
-    resumed, cursor = None, ForkCursor(case.sparse, case.plan)
-    if start is not None:
-        iteration, (of_model, of_sparse, of_cursor, resumed) = start[0], thawed(start[1])
-        case.model.load_state_dict(of_model)
-        case.sparse.load_state_dict(of_sparse)
-        cursor.load_state_dict(of_cursor)
-    for edit in walk(case.plan)[0].phase.edits if start is None else ():
-        if edit.by.needs_gradients:
-            case.score(edit.by)
-    done = iteration
-    for phase in cursor:
-        assert cursor.current is not None
-        if phase.restart or cursor.current.branch is not None:
-            optimizer = case.sparse.attach(case.optimizer())
-        if resumed is not None:
-            optimizer.load_state_dict(resumed)
-        first = case.first_iterations()[cursor.position]
-        for iteration in range(max(first, done), first + phase.num_iterations(EPOCH)):
-            if start is None or iteration == stop:
-                states = [x.state_dict() for x in (case.model, case.sparse, cursor, optimizer)]
-                saved.append((iteration, frozen(*states)))
-            if iteration == stop:
-                return saved, {}
-            case.step(optimizer, iteration)
-        resumed = None
-    return saved, all_of(case.sparse, optimizer)
-
-
-@every_method
-def test_one_s_own_loop_that_follows_a_plan_goes_on_bit_for_bit_from_any_phase(name: str) -> None:
-    storage = ("masked", "compact")[list(METHODS).index(name) % 2]  # the test above has both
-    whole = Contract(name, storage=storage)
-    if not whole.can_begin():
-        whole = Contract(name, storage=(storage := "masked"))
-    saved, end = follow(whole)
-    assert [iteration for iteration, _ in saved] == list(range(whole.iterations))
-    firsts = whole.first_iterations()
-    # the first two iterations of each phase; from all others, the test above goes on
-    for start in (saved[i] for i in range(whole.iterations) if i in firsts or i - 1 in firsts):
-        reached, its_end = follow(Contract(name, seed=99, storage=storage), start)
-        for iteration, states in reached:
-            if states != saved[iteration][1]:
-                check_same_bits(thawed(states), thawed(saved[iteration][1]), f"from {start[0]}, at {iteration}: ")
-        if not reached:
-            check_same_bits(its_end, end, f"from {start[0]}: ")
 
 
 # Plans of thousands of phases
