@@ -318,7 +318,7 @@ def _gather(model: Any, owner: Mapping[str, int], kappa: int) -> list[list[str]]
 
 
 # The kinds of partition, as values without a model. In strings, such as `--set partition=balanced(4)`, write the same
-# call: `parse_partition` reads it with the table `KINDS`. Trainers and methods have the number of parts elsewhere, and
+# call: `parse_parts` reads it with the table `KINDS`. Trainers and methods have the number of parts elsewhere, and
 # use only the name of the kind.
 
 PARTS = 4
@@ -401,30 +401,7 @@ KINDS: dict[str, Callable[..., PartitionConfig]] = {
 }
 
 
-def parse_partition(text: str, *, kappa: int | None = None) -> PartitionConfig:
-    """Return the partition that a string such as "balanced(4)" names.
-
-    Args:
-        kappa: the number of parts, if the string is only the name of a kind.
-
-    Examples:
-        >>> parse_partition("balanced(4)"), parse_partition("balanced", kappa=2)
-        (Balanced(kappa=4), Balanced(kappa=2))
-        >>> print(parse_partition('named([["stem"], ["head"]])'))
-        named([["stem"], ["head"]])
-    """
-    name, _, inside = text.removesuffix(")").partition("(")
-    allowed = 'contiguous(4), balanced(4), per_layer(), or named([["a", "b"], ["c"]])'
-    if kappa is not None:
-        inside = "" if name == "per_layer" else str(kappa)
-        allowed = "contiguous, balanced, per_layer, a list of lists of names, or a Partition"
-    if text == (f"{name}({inside})" if kappa is None else name):
-        with contextlib.suppress(KeyError, ValueError, TypeError):  # no kind, no JSON, or not what the kind takes
-            return KINDS[name](*json.loads(f"[{inside}]"))
-    raise GrowpruneError(f"parts must be a number, {allowed}, got {text!r}")
-
-
-def parse_parts(parts: int | str, *, kind: str, most: int = PARTS) -> PartitionConfig:
+def parse_parts(parts: int | str, *, kind: str = "contiguous", most: int = PARTS) -> PartitionConfig:
     """Return the partition for a number of parts, a kind, or a call such as "balanced(8)".
 
     Args:
@@ -432,11 +409,19 @@ def parse_parts(parts: int | str, *, kind: str, most: int = PARTS) -> PartitionC
         most: the number of layers, if known.
 
     Examples:
-        >>> parse_parts(8, kind="balanced"), parse_parts("contiguous", kind="balanced")
-        (Balanced(kappa=8), Contiguous(kappa=4))
+        >>> parse_parts(8, kind="balanced"), parse_parts("contiguous"), parse_parts("balanced(3)")
+        (Balanced(kappa=8), Contiguous(kappa=4), Balanced(kappa=3))
+        >>> print(parse_parts('named([["stem"], ["head"]])'))
+        named([["stem"], ["head"]])
     """
-    if isinstance(parts, str) and parts not in KINDS:
-        return parse_partition(parts)
-    count = min(PARTS, most) if isinstance(parts, str) else parts
-    check_counts(1, parts=count)
-    return parse_partition(parts if isinstance(parts, str) else kind, kappa=count)
+    if parts in KINDS and parts != "named":
+        kind, parts = str(parts), min(PARTS, most)
+    if not isinstance(parts, str):
+        check_counts(1, parts=parts)
+        return per_layer() if kind == "per_layer" else KINDS[kind](parts)
+    name, _, inside = parts.removesuffix(")").partition("(")
+    if parts == f"{name}({inside})":
+        with contextlib.suppress(KeyError, ValueError, TypeError):  # no kind, no JSON, or not what the kind takes
+            return KINDS[name](*json.loads(f"[{inside}]"))
+    kinds = 'contiguous, balanced, per_layer, a call such as balanced(8) or named([["a", "b"], ["c"]])'
+    raise GrowpruneError(f"parts must be a number, {kinds}, a list of lists of names, or a Partition, got {parts!r}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -24,7 +23,7 @@ from growprune.masks.layers import Layers, Weight, few, frozen_layers, is_normal
 from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
 from growprune.methods import find_method
-from growprune.plan import Action, By, Declaration, InitialMask, Part, Plan, declaration_of, walk
+from growprune.plan import By, Declaration, InitialMask, Plan, declaration_of, walk
 from growprune.plan.phases import fill_lengths, plan_length
 from growprune.plan.settings import (
     as_names,
@@ -451,34 +450,6 @@ class Resolved:
         """The optimizer steps of the plan."""
         return plan_length(self.plan, self.iterations_per_epoch or 0)
 
-    @property
-    def peak_density(self) -> float:
-        """An estimate of the largest share of the prunable weights that are live at a time."""
-        parts = self.partition
-        sizes = parts.sizes or (1,) * len(parts)
-        density, peak, total = [1.0] * len(parts), 0.0, max(1, sum(sizes))
-        covered: dict[Part, list[int]] = {}
-        for scheduled in walk(self.plan):
-            before = list(density)
-            for edit in scheduled.phase.edits:
-                if edit.part not in covered:
-                    tensors = set(edit.part.tensors)
-                    covered[edit.part] = [i for i, part in enumerate(parts) if tensors.intersection(part.tensors)]
-                for i in covered[edit.part]:
-                    if edit.to is None:
-                        factor = 1 - (edit.share or 0) if edit.action is Action.PRUNE else 1 + (edit.share or 0)
-                        density[i] = min(1.0, density[i] * factor)
-                    else:
-                        bound = min if edit.action is Action.PRUNE else max
-                        density[i] = bound(density[i], 1 - edit.to)
-                    excess = sum(map(operator.mul, density, sizes)) - (edit.within or 1) * total
-                    density[i] -= max(0.0, excess) / sizes[i] if edit.within is not None else 0.0
-            if scheduled.phase.is_trained:
-                peak = max(peak, sum(map(operator.mul, density, sizes)) / total)
-            if scheduled.branch is not None:
-                density = before
-        return peak
-
     def sparse_settings(self) -> dict[str, Any]:
         """Return the arguments of SparseModel, without model and storage."""
         mine = {name: getattr(self, name) for name in ("sparsity", "allocation", "keep_dense", "lr_scaling", "rescale")}
@@ -517,8 +488,8 @@ def describe(resolved: Resolved, model: nn.Module) -> str:
 
     >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
     >>> print(describe(Settings("rigl", 0.75, iterations=10).resolve(model), model))
-    rigl to sparsity 0.75 in 10 iterations || prunes 1 layer, 128 weights of 282 parameters || peak density 0.25 || \
-dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and biases
+    rigl to sparsity 0.75 in 10 iterations || prunes 1 layer, 128 weights of 282 parameters || dense: 3 \
+(the layer registered last), 0 (Embedding), 50 parameters of norms and biases
     """
     said, parameters = resolved.settings, dict(model.named_parameters())
     pruned = {weight.parameter for weight in resolved.weights}
@@ -538,7 +509,6 @@ dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and 
     facts = (
         f"{said.name} to sparsity {resolved.sparsity:g} in {resolved.num_iterations:,} iterations",
         f"prunes {count} layer{'' if count == 1 else 's'}, {weights:,} weights of {total:,} parameters",
-        f"peak density {resolved.peak_density:.2g}",
         f"dense: {', '.join(dense) or 'none'}",
     )
     return " || ".join(facts)

@@ -278,10 +278,7 @@ class Sparsifier:
         }
         if only_masks:
             return place
-        if self.sparse.ranks is not None:
-            raise GrowpruneError(
-                "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
-            )
+        self._refuse_shards()
         return {
             **place,
             "weights": self.sparse.snapshot(device="cpu"),
@@ -289,6 +286,12 @@ class Sparsifier:
             "optimizer_classes": [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers],
             "optimizers": [copy.deepcopy(self.sparse.live_state(o, "cpu")) for o in self._optimizers],
         }
+
+    def _refuse_shards(self) -> None:
+        if self.sparse.ranks is not None:
+            raise GrowpruneError(
+                "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state of the same model, method and optimizers, in any storage.
@@ -305,15 +308,11 @@ class Sparsifier:
                 f"iterations={self.cursor.num_iterations}: resume with iterations={state['num_iterations']}"
             )
         if "weights" in state:
-            if sparse.ranks is not None:
-                raise GrowpruneError(
-                    "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
-                )
+            self._refuse_shards()
             check_weights(state["weights"], sparse)
             check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
-        check_masks(state["sparse"], sparse)
-        if "weights" in state:
             check_optimizers(state, [*map(unwrapped, self._optimizers)])
+        check_masks(state["sparse"], sparse)
         first = FirstMask(*state["first"])
         cursor, lr_scaling = self.cursor, sparse.lr_scaling
         if first != self.first and self.settings.initial_mask in ("auto", *BY_DATA):
