@@ -62,13 +62,6 @@ def test_gmp_prunes_eight_weights_by_its_cubic() -> None:
     assert masks[8] == masks[15] == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
-def test_gmp_with_one_edit_is_one_shot_pruning() -> None:
-    assert list(gmp(S, sparsity=0.5, iterations=4, every=9, begin=0.5, until=0.5)) == [
-        Phase(iterations=2),
-        Phase(prune(ALL, to=0.5), iterations=2),
-    ]
-
-
 def layers(*shapes: tuple[int, int]) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(columns, rows) for rows, columns in shapes)
 
@@ -181,16 +174,6 @@ def test_set_drops_the_smallest_and_grows_as_many_at_random() -> None:
     assert mask == [int(i in (0, 2, *drawn)) for i in range(8)]
 
 
-def test_set_grows_every_position_as_often() -> None:
-    counts = torch.zeros(6)
-    for seed in range(300):
-        sparse = SparseModel(nn.Linear(6, 1), sparsity=0.5, seed=seed)
-        sparse.prune(by=By.RANDOM)
-        counts += sparse.masks["weight"][0]
-    assert counts.sum() == 900
-    assert float(((counts - 150) ** 2 / 75).sum()) < 25  # chi-square, 5 degrees: once in 10,000
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_growth_by_gradient_never_drops_a_live_weight_however_large_the_gradient(
@@ -255,12 +238,6 @@ def test_what_ends_before_it_begins_is_refused(method: Any) -> None:
 
 
 # A random mask that stays
-
-
-def test_static_random_is_one_phase() -> None:
-    assert list(static_random(S, sparsity=0.75, iterations=6)) == [
-        Phase(prune(ALL, to=0.75, by=By.RANDOM), iterations=6)
-    ]
 
 
 def test_static_random_looks_at_no_weight_and_never_changes() -> None:

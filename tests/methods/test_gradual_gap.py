@@ -1,7 +1,6 @@
 """Gradual grow-and-prune, by hand: its sparsities, its parts, its memory."""
 
 import re
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -84,10 +83,7 @@ def test_balanced_parts_take_the_largest_layer_first() -> None:
     assert [part.tensors for part in S] == [("0.weight", "0.bias", "3.weight", "3.bias"), S[1].tensors]
     assert S.sizes == (28, 24)
     assert S.largest_share == 28 / 52
-
-
-def test_parts_of_unknown_size_count_as_equal() -> None:
-    assert FOUR.largest_share == 0.25
+    assert FOUR.largest_share == 0.25, "parts of unknown size count as equal"
 
 
 @pytest.mark.parametrize("control", [None, "peak"])
@@ -153,13 +149,6 @@ def test_each_machine_of_the_parallel_form_grows_another_part() -> None:
         [f"grow S{i} to dense" for i in range(4)]
     ] * 2
     assert all(branch.phase.iterations == 4 for fork in forks for branch in fork.branches)
-
-
-@pytest.mark.parametrize("option", [{}, {"start": 0.2}, {"peak_density": 0.9}])
-def test_sparsity_never_falls(option: dict[str, float]) -> None:
-    plan = gradual_gap(FOUR, sparsity=0.3, iterations=100, **option)
-    asked = [phase.edits[0].to for phase in plan]  # type: ignore[union-attr]
-    assert all(a <= b for a, b in pairwise(asked))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

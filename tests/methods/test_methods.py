@@ -54,16 +54,6 @@ def test_cyclic_gap_with_two_parts_and_three_steps_is_algorithm_1() -> None:
     ]
 
 
-def test_cyclic_gap_with_one_part_prunes_and_grows_the_whole_model() -> None:
-    S = parts(1)
-    assert list(cyclic_gap(S, sparsity=0.9, steps=2, epochs=3, finetune=4)) == [
-        Phase(prune(S.whole, to=0.9, by=at_random)),
-        Phase(prune(S[0], to=0.9), grow(S[0]), epochs=3, restart=True),
-        Phase(prune(S[0], to=0.9), grow(S[0]), epochs=3, restart=True),
-        Phase(prune(S[0], to=0.9), epochs=4, restart=True),
-    ]
-
-
 def test_parallel_gap_with_two_parts_and_two_steps_is_algorithm_2() -> None:
     S = parts(2)
     fork = Fork(
@@ -129,10 +119,6 @@ def test_random_gap_draws_the_same_for_the_same_seed_whatever_the_global_generat
     assert random_phases(8, 3, seed=6) != first
 
 
-def test_random_gap_grows_every_part_sooner_or_later() -> None:
-    assert {name for phase in random_phases(8, 4) for name in grown_in(phase)} == {f"S{i}" for i in range(8)}
-
-
 @pytest.mark.parametrize(
     ("kappa", "match"), [(1, ">= 2, got 1"), (0, ">= 2, got 0"), (9, "of the partition, 8, got 9")]
 )
@@ -152,13 +138,6 @@ def test_bad_options_raise_at_the_call(method: Callable[..., Plan], bad: dict[st
 
 
 # What holds for every method, present and future
-
-
-@every_method
-def test_a_plan_listed_twice_is_the_same(name: str) -> None:
-    plan = plan_of(name, parts(4))
-    assert list(plan) == list(plan)
-    assert list(plan) == list(plan_of(name, parts(4)))
 
 
 @every_method

@@ -52,17 +52,6 @@ def test_stairs_end_at_the_sparsity_and_those_above_it_are_left_out(sparsity: fl
     assert not any(stage.restart for stage in plan)
 
 
-def test_stairs_prune_eight_weights() -> None:
-    model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8)
-    sparse = SparseModel(model, sparsity=0.875, allocation="uniform")
-    cursor = Cursor(sparse, iterative(S, sparsity=0.875, iterations=4, stages=(0.25, 0.5)))
-    masks = []
-    for iteration in range(4):
-        cursor.advance(iteration)
-        masks.append(alive(sparse))
-    assert masks == [[1] * 8, [0, 0, *[1] * 6], [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1]]
-
-
 @pytest.mark.parametrize("method", [iterative, iterative_admm])
 def test_stairs_that_do_not_rise_are_refused(method: Any) -> None:
     with pytest.raises(GrowpruneError, match=r"stages must rise from each to the next, got \(0.7, 0.7\)"):

@@ -174,20 +174,14 @@ def test_a_bad_option_fails_where_the_plan_is_written() -> None:
         one_each(S, 1)  # type: ignore[misc]
 
 
-def test_a_method_keeps_its_name_its_docstring_and_its_signature() -> None:
-    assert one_each.__name__ == "one_each"  # type: ignore[attr-defined]
-    assert one_each.__doc__ == "Grow the parts apart, then prune the whole."
-    assert one_each.__wrapped__.__kwdefaults__ == {"epochs": 1}  # type: ignore[attr-defined]
-
-
 def test_walking_takes_the_branches_of_a_fork_one_after_the_other() -> None:
     grow_a, grow_b, end = Phase(grow(A), epochs=1), Phase(grow(B), epochs=1), Phase(prune(S.whole, to=0.5))
-    assert list(walk(one_each(S))) == [
-        ScheduledPhase(0, stage=0, branch=0, phase=grow_a, returns=A, is_last_branch=False),
-        ScheduledPhase(1, stage=0, branch=1, phase=grow_b, returns=B, is_last_branch=True),
-        ScheduledPhase(2, stage=1, branch=None, phase=end, returns=None, is_last_branch=False),
-    ]
-
-
-def test_a_list_of_steps_can_be_walked_like_a_plan() -> None:
-    assert list(walk(list(one_each(S)))) == list(walk(one_each(S)))
+    assert (
+        list(walk(list(one_each(S))))
+        == list(walk(one_each(S)))
+        == [
+            ScheduledPhase(0, stage=0, branch=0, phase=grow_a, returns=A, is_last_branch=False),
+            ScheduledPhase(1, stage=0, branch=1, phase=grow_b, returns=B, is_last_branch=True),
+            ScheduledPhase(2, stage=1, branch=None, phase=end, returns=None, is_last_branch=False),
+        ]
+    )

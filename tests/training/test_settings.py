@@ -90,12 +90,6 @@ def test_the_last_layer_of_a_model_stays_dense() -> None:
     assert output_layers(nn.Sequential(nn.Linear(4, 4)))[0] == ()  # there would be nothing left
 
 
-@pytest.mark.parametrize(("name", "least"), [("steps", 0), ("epochs", 1), ("finetune", 0)])
-def test_a_length_that_is_no_number_is_named(name: str, least: int) -> None:
-    with pytest.raises(GrowpruneError, match=f"^{name} must be an integer >= {least}, got '2'$"):
-        asked("cyclic_gap", **{name: "2"}).plan_over(FOUR, RANDOM, iterations=120, iterations_per_epoch=12)
-
-
 def test_stairs_that_are_one_number_are_named() -> None:
     with pytest.raises(GrowpruneError, match=r"^stages must be a sequence of sparsities, .*, got 0.5$"):
         cursor_of(asked("iterative", stages=0.5), 9)
