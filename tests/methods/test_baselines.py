@@ -47,21 +47,6 @@ def test_gmp_may_begin_with_a_random_sparse_mask() -> None:
     assert [stage.iterations for stage in plan] == [2, 2, 2, 2, 2, 2, 4]
 
 
-def test_gmp_prunes_eight_weights_by_its_cubic() -> None:
-    model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8)
-    sparse = SparseModel(model, sparsity=0.8, allocation="uniform")
-    cursor = Cursor(sparse, gmp(S, sparsity=0.8, iterations=16, every=2, begin=0.125, until=0.75))
-    masks = {}
-    for iteration in range(16):
-        cursor.advance(iteration)
-        masks[iteration] = alive(sparse)
-    # 8 (1 - s) is 8, 8, 4.88, 2.98, 2.01, 1.65, 1.6
-    assert masks[0] == masks[3] == [1, 1, 1, 1, 1, 1, 1, 1]
-    assert masks[4] == masks[5] == [0, 0, 0, 1, 1, 1, 1, 1]
-    assert masks[6] == masks[7] == [0, 0, 0, 0, 0, 1, 1, 1]
-    assert masks[8] == masks[15] == [0, 0, 0, 0, 0, 0, 1, 1]
-
-
 def layers(*shapes: tuple[int, int]) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(columns, rows) for rows, columns in shapes)
 
@@ -203,21 +188,6 @@ def test_acdc_of_a_hundred_epochs_is_the_schedule_of_the_paper() -> None:
         Phase(dense, iterations=10),  # 75
         Phase(sparse, iterations=15),  # 85
     ]
-
-
-def test_acdc_masks_of_six_weights() -> None:
-    model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6)
-    sparse = SparseModel(model, sparsity=0.5, allocation="uniform")
-    cursor = Cursor(sparse, acdc(S, sparsity=0.5, iterations=8, every=2, begin=0.25, until=0.75, dense_until=0.875))
-    masks = []
-    for iteration in range(8):
-        cursor.advance(iteration)
-        masks.append(alive(sparse))
-        with torch.no_grad():
-            model.weight += 1.0  # as training would
-        sparse.enforce()
-    whole, half = [1] * 6, [1, 0, 1, 0, 1, 0]  # after two iterations, those that were positive are the largest
-    assert masks == [whole, whole, half, half, whole, whole, whole, half]
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.1, 0.5, 1.0])
