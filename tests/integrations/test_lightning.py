@@ -291,6 +291,11 @@ def test_a_step_that_a_gradient_scaler_skips_does_not_move_the_plan(tmp_path: Pa
     assert zeros(module, callback) == 1728
 
 
+def test_bf16_trains_to_exact_counts(tmp_path: Path) -> None:
+    callback = GrowPrune(sparsity=0.9, parts=2, every=2)
+    assert zeros(fit(tmp_path, callback, precision="bf16-mixed"), callback) == 1728
+
+
 def cosine(optimizer: Any) -> Any:
     return {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4), "interval": "step"}
 
