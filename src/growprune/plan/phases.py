@@ -100,8 +100,9 @@ Choice = TypeVar("Choice", By, Spread)
 
 def parse_choice(kind: type[Choice], name: Choice | str) -> Choice:
     """Return a `By` or a `Spread`, given as a member or as a string."""
-    known = [choice.value for choice in kind]
-    return name if isinstance(name, kind) else kind(one_of(kind.__name__.lower(), name, known))
+    if isinstance(name, kind):
+        return name
+    return kind(one_of(kind.__name__.lower(), name, [choice.value for choice in kind]))
 
 
 @dataclass(frozen=True)
@@ -144,31 +145,31 @@ class Edit:
     """A criterion of the user's own. `by` then says what it needs: MAGNITUDE for weights only, GRADIENT for both."""
 
     def __post_init__(self) -> None:
+        action, is_prune = self.action.value, self.action is Action.PRUNE
         if (self.to is None) is (self.share is None):
-            raise GrowpruneError(f"{self.action.value} takes to= or share=, got to={self.to} and share={self.share}")
+            raise GrowpruneError(f"{action} takes to= or share=, got to={self.to} and share={self.share}")
         if self.to is not None:
             check_sparsity(self.to)
         for name in ("to", "share", "within"):
             if (value := getattr(self, name)) is not None:
                 check_share(**{name: value})
                 object.__setattr__(self, name, as_float(value))  # so that what is equal is written alike
-        object.__setattr__(self, "by", parse_choice(By, self.by))
-        if self.by is By.AS_IS and (self.action is Action.GROW or self.to is None):
-            raise GrowpruneError(f"{self.action.value} got by=as_is, which needs prune with to=: choose another by")
-        if self.spread is not None:
-            object.__setattr__(self, "spread", spread := parse_choice(Spread, self.spread))
-            action = self.action.value
-            if spread is Spread.RANKING and self.share is None:
-                raise GrowpruneError(f"{action} got spread=ranking and to={self.to}: use share= instead of to=")
-            if spread is Spread.ERK and (self.action is Action.GROW or self.to is None):
-                raise GrowpruneError(f"{action} got spread=erk, which needs prune with to=: use spread=None")
-            if spread not in (Spread.RANKING, Spread.ERK) and self.action is Action.PRUNE:
-                raise GrowpruneError(
-                    f"prune got spread={spread.value}, which is for grow only: use ranking, erk or None"
-                )
-            if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
-                raise GrowpruneError(f"grow got spread=momentum with by={self.by.value}: use by=By.MOMENTUM")
-        is_to_dense = self.action is Action.GROW and self.to == 0 and self.by is By.RANDOM and self.spread is None
+        by = parse_choice(By, self.by)
+        spread = None if self.spread is None else parse_choice(Spread, self.spread)
+        object.__setattr__(self, "by", by)
+        object.__setattr__(self, "spread", spread)
+        is_prune_to = is_prune and self.to is not None
+        if by is By.AS_IS and not is_prune_to:
+            raise GrowpruneError(f"{action} got by=as_is, which needs prune with to=: choose another by")
+        if spread is Spread.RANKING and self.share is None:
+            raise GrowpruneError(f"{action} got spread=ranking and to={self.to}: use share= instead of to=")
+        if spread is Spread.ERK and not is_prune_to:
+            raise GrowpruneError(f"{action} got spread=erk, which needs prune with to=: use spread=None")
+        if is_prune and spread not in (Spread.RANKING, Spread.ERK, None):
+            raise GrowpruneError(f"prune got spread={spread.value}, which is for grow only: use ranking, erk or None")
+        if spread is Spread.MOMENTUM and by is not By.MOMENTUM:
+            raise GrowpruneError(f"grow got spread=momentum with by={by.value}: use by=By.MOMENTUM")
+        is_to_dense = not is_prune and self.to == 0 and by is By.RANDOM and spread is None
         if self.within is not None and not is_to_dense:
             within = f"within={self.within:g}"
             raise GrowpruneError(f"{within} is only for growth to dense: call grow(part, {within})")
