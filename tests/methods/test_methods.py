@@ -205,19 +205,12 @@ class Contract:
         self.iterations = sum(scheduled.phase.num_iterations(EPOCH) for scheduled in walk(self.plan))
 
     def cursor(self) -> ForkCursor:
-        if not self.can_begin():
-            pytest.skip("needs dense tensors")
-        return ForkCursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
-
-    def can_begin(self) -> bool:
-        """Whether the storage will do for the plan."""
         try:
-            ForkCursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
+            return ForkCursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
         except GrowpruneError as error:
             if self.sparse.storage == "compact" and "use storage='masked'" in str(error):
-                return False
+                pytest.skip("needs dense tensors")
             raise
-        return True
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
@@ -230,17 +223,13 @@ class Contract:
         """Look at a loss before there was any iteration."""
         self.sparse.score(by, [lambda: self.loss(0)])
 
-    def first_iterations(self) -> list[int]:
-        """At which iteration each phase begins."""
-        lengths = [scheduled.phase.num_iterations(EPOCH) for scheduled in walk(self.plan)]
-        return [sum(lengths[:i]) for i in range(len(lengths))]
-
     def two_phases_on(self, iteration: int) -> int:
         """An iteration after the edits of the next two phases, or the end; of the first iteration, always the end.
 
         Where all states are those of a run that was left alone, the rest is, too: another test need not see it.
         """
-        later = sorted({first for first in self.first_iterations() if first > iteration})
+        lengths = [scheduled.phase.num_iterations(EPOCH) for scheduled in walk(self.plan)]
+        later = sorted({first for i in range(len(lengths)) if (first := sum(lengths[:i])) > iteration})
         return min(later[1] + 1, self.iterations) if iteration and later[1:] else self.iterations
 
     def step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
