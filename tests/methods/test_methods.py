@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import numpy
 import pytest
 import torch
-from plan_cases import ForkCursor, check_same_bits, frozen, options_of, phases_of, plan_of, thawed
+from plan_cases import ForkCursor, all_of, check_same_bits, frozen, options_of, phases_of, plan_of, thawed
 from torch import Tensor, nn
 
 from growprune import methods
@@ -289,6 +289,33 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit_from_any_iteration(name: str,
         reached = frozen(*(x.state_dict() for x in (case.model, case.sparse, cursor, optimizer)))
         if reached != saved[stop]:
             check_same_bits(thawed(reached), thawed(saved[stop]), f"from {start}, at {stop}: ")
+
+
+@pytest.mark.parametrize("name", ["cyclic_gap", "parallel_gap", "rigl"])
+def test_one_s_own_loop_over_phases_goes_on_bit_for_bit_from_any_phase(name: str) -> None:
+    def follow(states: bytes | None = None) -> tuple[list[bytes], dict[str, Any]]:
+        case, saved, of_optimizer = Contract(name, seed=0 if states is None else 99), [], None
+        cursor, optimizer = ForkCursor(case.sparse, case.plan), case.sparse.attach(case.optimizer())
+        if states is not None:
+            of_model, of_sparse, of_cursor, of_optimizer = thawed(states)
+            case.model.load_state_dict(of_model)
+            case.sparse.load_state_dict(of_sparse)
+            cursor.load_state_dict(of_cursor)
+        for phase in cursor:
+            assert cursor.current is not None
+            if phase.restart or cursor.current.branch is not None:
+                optimizer = case.sparse.attach(case.optimizer())
+            if of_optimizer is not None:
+                optimizer.load_state_dict(of_optimizer)
+                of_optimizer = None
+            saved.append(frozen(*(x.state_dict() for x in (case.model, case.sparse, cursor, optimizer))))
+            for iteration in range(phase.num_iterations(EPOCH)):
+                case.step(optimizer, 100 * cursor.position + iteration)
+        return saved, all_of(case.sparse, optimizer)
+
+    saved, end = follow()
+    for number, states in enumerate(saved):
+        check_same_bits(follow(states)[1], end, f"from phase {number}: ")
 
 
 # Plans of thousands of phases
