@@ -38,17 +38,6 @@ def conv() -> nn.Module:
     )
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(2, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.enter(x.unflatten(1, (4, 2)))).mean(1))
-
-
 class Module(pl.LightningModule):
     """A module as anyone would write it."""
 

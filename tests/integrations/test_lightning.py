@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 from lightning_cases import (  # noqa: E402
     QUIET,
-    Attention,
     Loader,
     Module,
     assert_same,
@@ -101,30 +100,6 @@ def test_looking_first_leaves_batches_and_random_numbers_as_they_are(tmp_path: P
     assert seen[1] == [seen[0][0], *seen[0]]  # the first batch is looked at, then trained
 
 
-@pytest.mark.parametrize(("net", "alive"), [(conv, 259), (Attention, 208)])
-def test_convolutions_and_attention_end_with_exact_counts(net: Any, alive: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2)
-    module = fit(tmp_path, callback, Module(net()))
-    assert callback.sparse.num_alive == alive  # a tenth of 288 + 2,304, and of 32 + 4 x 256 + 2 x 512
-    assert zeros(module, callback) == callback.sparse.num_prunable - alive
-
-
-def test_a_model_with_few_layers_is_cut_into_as_many_parts(tmp_path: Path) -> None:
-    callback = GrowPrune("cyclic_gap", sparsity=0.9)
-    fit(tmp_path, callback)
-    grown = {edit.part.name for scheduled in callback.cursor.schedule for edit in scheduled.phase.edits if edit.to == 0}
-    assert len(grown) == 2  # all but the last layer
-    with pytest.raises(GrowpruneError, match="parts must be <= the number of layers of the model, 2, got 4"):
-        fit(tmp_path, GrowPrune("cyclic_gap", sparsity=0.9, parts=4))
-
-
-def test_masked_and_compact_give_the_same_bits(tmp_path: Path) -> None:
-    one = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=2, storage="masked", every=3))
-    other = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=2, storage="compact", every=3))
-    assert_same(one, other)
-
-
 # Going on from Lightning's own checkpoints
 
 
@@ -154,15 +129,6 @@ def test_a_run_that_goes_on_after_an_epoch_draws_the_same_batches_from_a_shuffle
         fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), train=shuffled(), ckpt=tmp_path / "epoch=0.ckpt"),
         whole,
     )
-
-
-def test_resuming_keeps_the_sparsity_where_lightnings_own_pruning_loses_it(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    fit(tmp_path, GrowPrune("one_shot", sparsity=0.8, parts=1, epochs=2, finetune=1), callbacks=[saving])
-    callback = GrowPrune("one_shot", sparsity=0.8, parts=1, epochs=2, finetune=1)
-    module = fit(tmp_path, callback, ckpt=tmp_path / "epoch=2.ckpt", max_epochs=4)  # one more, when the plan is over
-    assert module.trainer.global_step == 24
-    assert zeros(module, callback) == 1536  # 80 % of 1,920
 
 
 def test_a_checkpoint_is_plain_values_and_tensors_with_plain_names(tmp_path: Path) -> None:
@@ -509,13 +475,6 @@ def test_steps_that_do_not_match_are_refused_with_both_numbers(tmp_path: Path) -
         fit(tmp_path, GrowPrune("gmp", sparsity=0.9, parts=1, iterations=20))
     with pytest.raises(GrowpruneError, match="has no limit, but a plan needs one: give it max_epochs or max_steps"):
         fit(tmp_path, GrowPrune(sparsity=0.9), max_epochs=-1)
-
-
-def test_a_callback_is_for_one_module(tmp_path: Path) -> None:
-    callback = GrowPrune(sparsity=0.9, parts=2)
-    fit(tmp_path, callback)
-    with pytest.raises(GrowpruneError, match="already belongs to another module: make a new GrowPrune for each"):
-        fit(tmp_path, callback)
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])

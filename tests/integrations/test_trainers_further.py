@@ -75,60 +75,6 @@ def test_transformers_trains_on_with_fixed_masks_after_the_plan(method: str, sto
 # From 80 to 95 %
 
 
-class First(pl.Callback):
-    """Notes the masks before anything is grown."""
-
-    def __init__(self, callback: GrowPrune) -> None:
-        self.callback = callback
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.masks = getattr(self, "masks", None) or self.callback.sparse.masks
-
-
-WARNED = r"0\.8 of the model's weights are already zero and stay pruned.*Pass initial_mask='as_is' to silence"
-
-
-@STORAGES
-def test_lightning_prunes_a_sparse_model_further_from_its_zeros(storage: str, tmp_path: Path) -> None:
-    sparse = fit(tmp_path, GrowPrune("gradual_gap", sparsity=0.8))
-    found = []
-    for said in ({}, {"initial_mask": "as_is"}):
-        module = Module()
-        module.load_state_dict(sparse.state_dict())
-        callback = GrowPrune("gradual_gap", sparsity=0.95, storage=storage, control="start", **said)
-        first = First(callback)
-        if said:
-            fit(tmp_path, callback, module, callbacks=[first])
-        else:
-            with pytest.warns(UserWarning, match=WARNED):
-                fit(tmp_path, callback, module, callbacks=[first])
-        for name, mask in first.masks.items():
-            assert torch.equal(mask, sparse.state_dict()[name] != 0)
-        assert zeros(module, callback) == 1824  # 95 % of 1,920
-        assert not torch.equal(module.net[3].weight, sparse.net[3].weight)
-        found.append(module)
-    assert_same(*found)
-
-
-@STORAGES
-def test_transformers_prunes_a_sparse_model_further_from_its_zeros(storage: str, tmp_path: Path) -> None:
-    callback = GrowPruneCallback(sparsity=0.8)
-    make_trainer(tmp_path, make_model("bert"), make_data("bert"), callback).train()
-    callback.sparse.model.save_pretrained(tmp_path / "sparse")
-    before = callback.sparse.masks
-    for said in ({}, {"initial_mask": "as_is"}):
-        model = hf.BertForSequenceClassification.from_pretrained(tmp_path / "sparse")
-        second = GrowPruneCallback(sparsity=0.95, storage=storage, control="start", **said)
-        trainer = make_trainer(tmp_path, model, make_data("bert"), second)
-        if said:
-            trainer.train()
-        else:
-            with pytest.warns(UserWarning, match=r"stay pruned.*Pass initial_mask='as_is' to silence"):
-                trainer.train()
-        assert second.sparse.is_at_target
-        assert all((mask <= before[name]).all() for name, mask in second.sparse.masks.items())
-
-
 @pytest.mark.parametrize("method", ["gmp", "one_shot"])
 def test_zeros_that_a_method_revives_are_named_with_what_a_callback_can_do(method: str, tmp_path: Path) -> None:
     module = Module()

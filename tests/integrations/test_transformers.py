@@ -103,25 +103,6 @@ def test_what_the_trainer_can_do_goes_together_with_sparsity(args: dict[str, Any
     assert_same_bits(again.model, trainer.model)
 
 
-def test_compact_storage_accumulates_gradients_like_masked(tmp_path: Path) -> None:
-    args = {"gradient_accumulation_steps": 2, "max_steps": 4}
-    masked, compact = (train(tmp_path, "bert", storage=storage, args=args)[1] for storage in ("masked", "compact"))
-    assert masked.sparse is not None and compact.sparse is not None
-    assert all(torch.equal(mask, compact.sparse.masks[name]) for name, mask in masked.sparse.masks.items())
-
-
-def test_layers_that_are_called_several_times_grow_the_same_weights_in_both_storages(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 32, "embedding_size": 8, "hidden_size": 16, "intermediate_size": 32}
-    config = hf.AlbertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_labels=3)
-    masks = []
-    for storage in ("masked", "compact"):
-        torch.manual_seed(0)
-        callback = GrowPruneCallback("rigl", sparsity=0.75, storage=storage)
-        make_trainer(tmp_path, hf.AlbertForSequenceClassification(config), make_data("bert"), callback).train()
-        masks.append(callback.sparse.masks)
-    assert all(torch.equal(mask, masks[1][name]) for name, mask in masks[0].items())
-
-
 # Best models
 
 

@@ -141,15 +141,11 @@ def test_compact_and_masked_storage_train_the_same_bits(kind: str, pattern: str)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bilinear"])
-def test_n_of_m_runs_along_the_inputs_of_each_matrix(kind: str) -> None:
-    for mask in matrices(pruned(kind, pattern="2:4")):
-        assert mask.reshape(len(mask), -1, 4).sum(2).unique().tolist() == [2]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bilinear"])
-def test_blocks_run_along_the_inputs_of_each_matrix(kind: str) -> None:
-    for mask in matrices(pruned(kind, pattern="1x4")):
-        assert set(mask.reshape(len(mask), -1, 4).sum(2).unique().tolist()) == {0, 4}
+@pytest.mark.parametrize(("pattern", "rows", "alive"), [("2:4", 1, {2}), ("1x4", 1, {0, 4}), ("2x4", 2, {0, 8})])
+def test_groups_have_outputs_down_and_inputs_across(kind: str, pattern: str, rows: int, alive: set[int]) -> None:
+    for mask in matrices(pruned(kind, pattern=pattern)):
+        cells = mask.view(len(mask) // rows, rows, -1, 4).permute(0, 2, 1, 3).reshape(-1, 4 * rows).sum(1)
+        assert set(cells.tolist()) == alive
 
 
 def test_every_expert_has_the_sparsity_that_is_asked_for() -> None:
@@ -244,14 +240,6 @@ def test_partitions_count_the_weights_of_every_layer(kind: str) -> None:
     S = gp.Partition.per_layer(model)
     assert sum(S.sizes) == gp.SparseModel(model, sparsity=0.5).num_prunable
     assert [name for part in S for name in part.tensors] == [name for name, _ in model.named_parameters()]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bilinear"])
-@both_storages
-def test_tall_blocks_have_outputs_down_and_inputs_across(kind: str, storage: str) -> None:
-    for mask in matrices(pruned(kind, pattern="2x4", storage=storage)):
-        cells = mask.view(len(mask) // 2, 2, -1, 4).permute(0, 2, 1, 3).reshape(-1, 8).sum(1)
-        assert set(cells.tolist()) == {0, 8}
 
 
 # Kinds of one's own

@@ -259,13 +259,6 @@ def test_each_expert_is_a_matrix() -> None:
     assert names(Experts(), keep_dense=["gate_up_proj[1]", "down_proj"]) == ["gate_up_proj[0]", "gate_up_proj[2]"]
 
 
-def test_an_expert_is_a_view_of_two_dimensions() -> None:
-    model = Experts()
-    weight = prunable_weights(model)[1]
-    assert torch.equal(weight.of(model.gate_up_proj), model.gate_up_proj[1])
-    assert weight.of(model.gate_up_proj).data_ptr() == model.gate_up_proj[1].data_ptr()
-
-
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_experts_say_whether_they_are_stored_inputs_first(is_transposed: bool) -> None:
     assert {w.transposed for w in prunable_weights(Experts(is_transposed=is_transposed))} == {is_transposed}

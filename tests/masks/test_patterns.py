@@ -19,7 +19,7 @@ from growprune.masks.patterns import (
     walk_groups,
     write_groups,
 )
-from growprune.masks.ranking import choose, edit_keys, key_bits
+from growprune.masks.ranking import choose, edit_keys, key_bits_of
 from growprune.plan import Part, prune
 
 
@@ -33,7 +33,7 @@ def kept(pattern: str, values: Tensor, k: int, *, transposed: bool = False) -> T
     mask = torch.ones_like(values, dtype=torch.bool)
     edit = prune(Part("S0", ("w",)), to=0.5)
     keys = edit_keys(edit, weight, parsed, read=lambda weight: (values, mask), salt=0, dtype=values.dtype)
-    (walk,) = choose([keys], k, bits=key_bits(values.dtype))
+    (walk,) = choose([keys], k, bits=key_bits_of(edit, values.dtype))
     write_groups(parsed, mask, weight, walk)
     return mask
 
@@ -97,19 +97,6 @@ def test_unstructured_works_in_every_float_type(dtype: torch.dtype) -> None:
 
 
 # Blocks
-
-
-def test_a_block_larger_than_the_weight_is_one_group() -> None:
-    assert Block(height=4, width=8).num_groups(Weight("w", "w", (2, 3))) == 1
-
-
-def test_blocks_of_a_convolution_run_along_the_input_channels() -> None:
-    values = torch.zeros(1, 2, 1, 2)  # (out, in, kh, kw)
-    values[0, :, 0, 0] = torch.tensor([1.0, -1.0])
-    values[0, :, 0, 1] = torch.tensor([2.5, 0.0])
-    mask = kept("1x2", values, 1)
-    assert mask[0, :, 0, 0].tolist() == [False, False]
-    assert mask[0, :, 0, 1].tolist() == [True, True]
 
 
 def test_a_1x8_block_of_a_convolution_is_one_kernel_position_of_eight_channels() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from growprune.masks.allocation import num_kept
-from growprune.masks.patterns import chunk_elements
-from growprune.masks.ranking import KeyChunks, choose, key_bits, kth_largest, magnitude_keys
+from growprune.masks.ranking import KeyChunks, choose, kth_largest, magnitude_keys
 
 
 def source(keys: Sequence[int], chunk: int = 3, dtype: torch.dtype = torch.int32) -> KeyChunks:
@@ -132,7 +131,7 @@ def test_a_zero_of_either_sign_has_key_one_and_may_be_chosen() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_finite_key_fits_its_bits(dtype: torch.dtype) -> None:
     largest = magnitude_keys(torch.tensor([torch.finfo(dtype).max], dtype=dtype))
-    assert int(largest) < 2 ** key_bits(dtype) - 1
+    assert int(largest) < 2 ** (63 if dtype == torch.float64 else 31) - 1
 
 
 def test_views_have_the_keys_of_their_values() -> None:
@@ -140,12 +139,6 @@ def test_views_have_the_keys_of_their_values() -> None:
     expected = magnitude_keys(values)
     assert torch.equal(magnitude_keys(values.to(memory_format=torch.channels_last)), expected)
     assert torch.equal(magnitude_keys(values.transpose(1, 3)), expected.transpose(1, 3))
-
-
-def test_keys_do_not_change_the_values() -> None:
-    values = torch.tensor([-1.0, 2.0])
-    magnitude_keys(values)
-    assert values.tolist() == [-1.0, 2.0]
 
 
 # Counts
@@ -173,11 +166,6 @@ def test_keys_do_not_change_the_values() -> None:
 )
 def test_how_many_are_kept(sparsity: float, total: int, kept: int) -> None:
     assert num_kept(sparsity, total) == kept
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_chunks_are_small_beside_a_model(device: str) -> None:
-    assert 1 <= chunk_elements(torch.device(device)) <= 1 << 24
 
 
 def kept_of(keys: list[list[int]], k: int, least: list[int]) -> list[list[bool]]:

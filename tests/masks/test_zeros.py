@@ -36,16 +36,6 @@ def test_just_the_zeros_are_dead_and_nothing_else_changes(storage: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@storages
-def test_what_is_dead_stays_dead_in_training(storage: str) -> None:
-    sparse = gp.SparseModel.from_zeros(pruned_elsewhere(), storage=storage)
-    optimizer = sparse.attach(torch.optim.AdamW(sparse.model.parameters(), lr=0.1))
-    for _ in range(3):
-        sparse.model(torch.randn(4, 16)).square().sum().backward()
-        optimizer.step()
-    assert sum(int(t.count_nonzero()) for n, t in sparse.model.state_dict().items() if "weight" in n) == 40
-
-
 @pytest.mark.parametrize(("pattern", "alive"), [("1x4", 40), ("2:4", 40)])
 @storages
 def test_patterns_are_found_again(pattern: str, alive: int, storage: str) -> None:
@@ -122,11 +112,6 @@ def test_a_model_looks_pruned_from_a_fifth_of_zeros_on() -> None:
     assert found(model) == 0.2
     model[1].weight.data[1:] = 0
     assert found(model) == 0.65
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_fresh_model_does_not_look_pruned_in_any_dtype(dtype: torch.dtype) -> None:
-    assert found(nn.TransformerEncoderLayer(16, 2).to(dtype)) is None
 
 
 def test_layers_that_are_initialised_to_zero_do_not_look_pruned() -> None:

@@ -88,31 +88,18 @@ def test_three_lines_do_what_the_objects_below_do(name: str) -> None:
 @pytest.mark.parametrize(("name", "storage"), CASES)
 def test_a_loop_resumes_to_the_same_bits_from_every_iteration(name: str, storage: str) -> None:
     """Loaded at k and trained for a step, everything is as it was at k + 1: so it is at the end."""
-    whole, optimizer = begun(name, storage)
+    # one with rates that follow the density
+    how: dict[str, Any] = {"optimize": adamw, "lr_scaling": 1} if name == "gradual_gap" else {}
+    whole, optimizer = begun(name, storage, **how)
     for iteration in range(TOTAL):
         saved = frozen(whole.state_dict())
         train_step(whole.model, optimizer, iteration)
-        again, other = begun(name, storage)  # as in a new process
+        again, other = begun(name, storage, **how)  # as in a new process
         again.load_state_dict(thawed(saved)[0])
         train_step(again.model, other, iteration)
         check_same_bits(state_of(whole, optimizer), state_of(again, other), f"{iteration}")
         check_same_bits(whole.cursor.state_dict(), again.cursor.state_dict(), f"{iteration}")
     assert again.is_finished
-
-
-@pytest.mark.parametrize("at", [0, 1, 13, 39])
-@pytest.mark.parametrize(("name", "storage"), [("gradual_gap", "compact"), ("rigl", "masked"), ("dpf", "masked")])
-def test_a_new_process_resumes_to_the_same_bits(name: str, storage: str, at: int) -> None:
-    whole, optimizer = begun(name, storage, adamw, lr_scaling=1)
-    for iteration in range(at):
-        train_step(whole.model, optimizer, iteration)
-    saved = frozen(whole.state_dict())
-    again, other = begun(name, storage, adamw, lr_scaling=1)
-    again.load_state_dict(thawed(saved)[0])
-    for iteration in range(at, TOTAL):
-        train_step(whole.model, optimizer, iteration)
-        train_step(again.model, other, iteration)
-    check_same_bits(state_of(whole, optimizer), state_of(again, other))
 
 
 def test_a_state_resumes_in_the_other_storage() -> None:
@@ -370,7 +357,7 @@ def test_lengths_may_be_given_in_epochs() -> None:
         (r"sparsity must be in \[0, 1\), got 90. Did you mean 0.9\?", {"sparsity": 90}),
         (r"sparsity must be in \[0, 1\), got -1$", {"sparsity": -1}),
         ("Embedding", {"model": nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))}),  # what the model has
-        ("the optimizer trains none of the weights to prune", {"optimizer": sgd(small_net().parameters())}),
+        (r"trains none of the weights to prune \(0\.weight", {"optimizer": sgd(small_net().parameters())}),
         ("optimizer must be a torch optimizer, .*, got a str", {"optimizer": "sgd"}),
         ("gradual_gap takes no option 'peak': it takes every, start, peak_density", {"peak": 0.5}),
         ("gradual_gap takes no option 'peak_densty': did you mean peak_density", {"peak_densty": 0.5}),
@@ -386,7 +373,7 @@ def test_lengths_may_be_given_in_epochs() -> None:
         ),
         ("iterations must be an integer >= 1, got 0", {"iterations": 0}),
         ("gmp chooses its first mask itself", {"method": "gmp", "initial_mask": "magnitude"}),
-        (r"initial_mask must be one of 'auto', .*, got 'zeros'", {"initial_mask": "zeros"}),
+        (r"initial_mask must be one of auto, .*, got 'zeros'", {"initial_mask": "zeros"}),
         ("parallel_gap trains branches on several machines", {"method": "parallel_gap"}),
         (r"snip chooses its first mask by gradients: pass losses, .* such as losses=\[", {"method": "snip"}),
         ("initial_mask='sparsegpt' needs calibration=", {"initial_mask": "sparsegpt"}),
@@ -400,12 +387,6 @@ def test_wrong_arguments_are_refused_and_change_nothing(match: str, given: dict[
     with pytest.raises(gp.GrowpruneError, match=match):
         sparsify(**usual | given)
     check_same_bits(dict(before), dict(model.state_dict()))
-
-
-def test_an_optimizer_of_dense_layers_alone_is_refused() -> None:
-    model = small_net()
-    with pytest.raises(gp.GrowpruneError, match=r"trains none of the weights to prune \(0\.weight, \.\.\.\)"):
-        sparsify(model, sgd(model[-1].parameters()), sparsity=0.9, iterations=20)
 
 
 def test_a_second_sparsifier_of_a_model_is_refused() -> None:

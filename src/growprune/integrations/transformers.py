@@ -219,11 +219,9 @@ class _Last(TrainerCallback, ExportableState):
 def calling_trainer() -> Trainer:
     """Return the Trainer whose method calls the function that calls this one, through any number of others.
 
-    The Trainer of transformers (5.22) passes neither itself nor anything that refers to it to the callbacks of
-    `callbacks=[...]`: `CallbackHandler.call_event` passes arguments, state, control, model, optimizer, scheduler and
-    loaders. For its own JITCheckpointCallback, it has a special case that calls `set_trainer`. But masks must be loaded
-    before the weights of a checkpoint, and no event comes before those. So this looks at the calling functions, once
-    when a Trainer is made, and once when it begins to train.
+    The Trainer of transformers (5.22) passes to callbacks neither itself nor anything that refers to it. But masks must
+    be loaded before the weights of a checkpoint, and no event comes before those. So this looks at the functions that
+    call it, once when a Trainer is made, and once when it begins to train.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -238,22 +236,19 @@ def calling_trainer() -> Trainer:
 
 def check_trainer(trainer: Any, storage: str) -> None:
     """Raise if a Trainer cannot train a sparse model."""
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        name = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
-        raise GrowpruneError(
-            f"GrowPruneCallback does not work with {name}: use DDP, or a loop of your own with sparse.shard(mesh)"
-        )
-    if trainer.args.auto_find_batch_size:
-        raise GrowpruneError(
-            "GrowPruneCallback does not work with auto_find_batch_size, which begins the training again: set "
-            "per_device_train_batch_size"
-        )
-    if trainer.state.is_hyper_param_search:
-        raise GrowpruneError("GrowPruneCallback does not work with hyperparameter_search(): make one Trainer per trial")
-    if trainer.args.n_gpu > 1:
-        raise GrowpruneError(
-            "GrowPruneCallback does not work with DataParallel: start one process per GPU with torchrun"
-        )
+    own_loop = "use DDP, or a loop of your own with sparse.shard(mesh)"
+    for is_asked, what in (
+        (trainer.is_fsdp_enabled, f"FSDP: {own_loop}"),
+        (trainer.is_deepspeed_enabled, f"DeepSpeed: {own_loop}"),
+        (
+            trainer.args.auto_find_batch_size,
+            "auto_find_batch_size, which trains again: set per_device_train_batch_size",
+        ),
+        (trainer.state.is_hyper_param_search, "hyperparameter_search(): make one Trainer per trial"),
+        (trainer.args.n_gpu > 1, "DataParallel: start one process per GPU with torchrun"),
+    ):
+        if is_asked:
+            raise GrowpruneError(f"GrowPruneCallback does not work with {what}")
     if trainer.args.world_size > 1 and storage == "compact":
         raise GrowpruneError(
             "storage='compact' does not work with DDP, since the Trainer wraps the model only once: use "

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Layers, few, first_names, layer_weights, matches, prunable_weights
@@ -22,6 +22,19 @@ from growprune.plan import Part
 from growprune.plan.settings import as_names, check_counts
 
 LISTS = {"Sequential", "ModuleList", "ModuleDict"}
+
+
+class Names(TypedDict, total=False):
+    """What may grow: the same values as for the SparseModel. Layers that stay dense do not form parts.
+
+    Included parameters count as layers, under the name of their module, or under their own name if the module has other
+    layers too.
+    """
+
+    keep_dense: Iterable[str]
+    include: Iterable[str]
+    layers: Layers | None
+    """What `layer_weights` returns, if it is known."""
 
 
 @dataclass(frozen=True)
@@ -58,32 +71,22 @@ class Partition:
         """The largest part's share of the prunable weights. Parts of unknown size count as equal."""
         return max(self.sizes) / max(1, sum(self.sizes)) if self.sizes else 1 / max(1, len(self.parts))
 
-    def counted(
-        self, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
-    ) -> Partition:
-        """Return the same parts with the sizes that they have for this model, `keep_dense` and `include`."""
-        sizes = _layers(model, keep_dense, include, layers)
+    def counted(self, model: Any, **names: Unpack[Names]) -> Partition:
+        """Return the same parts with the sizes that they have for this model and these names."""
+        sizes = _layers(model, **names)
         return replace(self, sizes=self._numbered([part.tensors for part in self.parts], sizes).sizes)
 
     @classmethod
-    def of(
-        cls,
-        model: Any,
-        prefixes: Iterable[Iterable[str]],
-        *,
-        keep_dense: Iterable[str] = (),
-        include: Iterable[str] = (),
-        layers: Layers | None = None,
-    ) -> Partition:
+    def of(cls, model: Any, prefixes: Iterable[Iterable[str]], **names: Unpack[Names]) -> Partition:
         """Build a partition by hand from the names of each part's modules or tensors.
 
         A tensor belongs to its longest prefix. A tensor without a part is an error, and so is a prefix that matches no
         tensor.
         """
-        prefixes = [as_names(names, f"part {i}") for i, names in enumerate(prefixes)]
+        prefixes = [as_names(some, f"part {i}") for i, some in enumerate(prefixes)]
         owner_of: dict[str, int] = {}
-        for i, names in enumerate(prefixes):
-            for prefix in names:
+        for i, some in enumerate(prefixes):
+            for prefix in some:
                 if prefix in owner_of:
                     raise GrowpruneError(
                         f"prefix {prefix!r} is in part {owner_of[prefix]} and in part {i}: list it only once"
@@ -101,19 +104,10 @@ class Partition:
         for i, part in enumerate(tensors):
             if not part:
                 raise GrowpruneError(f"part {i} has no parameters or buffers: remove it, or add names to it")
-        return cls._numbered(tensors, _layers(model, keep_dense, include, layers))
+        return cls._numbered(tensors, _layers(model, **names))
 
     @classmethod
-    def contiguous(
-        cls,
-        model: Any,
-        kappa: int,
-        *,
-        weigh: Mapping[str, float] | None = None,
-        keep_dense: Iterable[str] = (),
-        include: Iterable[str] = (),
-        layers: Layers | None = None,
-    ) -> Partition:
+    def contiguous(cls, model: Any, kappa: int, **names: Unpack[Names]) -> Partition:
         """Divide a model into kappa parts of neighboring layers of similar size, without splitting blocks.
 
         Residual and attention blocks stay together.
@@ -121,42 +115,27 @@ class Partition:
         Args:
             kappa: the number of parts, from 1 to the number of layers. Blocks are split only if kappa exceeds
                 their number.
-            weigh: the cost to balance, by layer name; by default the number of weights. For FLOPs, pass
-                `growprune.count_flops(model, example).by_layer`.
-            keep_dense, include: the same values as for the SparseModel. Layers that stay dense do not form parts.
-                Included parameters count as layers, under the name of their module, or under their own name if the
-                module has other layers too.
-            layers: what `layer_weights` returns, if it is known.
+            names: `keep_dense` and `include`, the same values as for the SparseModel.
         """
-        sizes = _layers(model, keep_dense, include, layers)
+        sizes = _layers(model, **names)
         _check_kappa(kappa, len(sizes))
         units = _blocks(model, "", sizes, is_root=True)
         if kappa > len(units):
             units = list(sizes)
-        costs = dict.fromkeys(units, 0.0)
-        for path in sizes:
-            unit = _innermost(path, costs)
-            assert unit is not None, f"layer {path} lies in no unit"
-            costs[unit] += (weigh or sizes).get(path, 0)
+        costs = dict.fromkeys(units, 0)
+        for path, size in sizes.items():
+            costs[_innermost(path, costs) or ""] += size  # the model itself may be the only unit
         owner = dict(zip(units, _cut(list(costs.values()), kappa), strict=True))
         return cls._numbered(_gather(model, owner, kappa), sizes)
 
     @classmethod
-    def balanced(
-        cls,
-        model: Any,
-        kappa: int,
-        *,
-        keep_dense: Iterable[str] = (),
-        include: Iterable[str] = (),
-        layers: Layers | None = None,
-    ) -> Partition:
+    def balanced(cls, model: Any, kappa: int, **names: Unpack[Names]) -> Partition:
         """Divide a model into kappa parts with about the same number of weights, from layers all over the model.
 
         Each layer, largest first, goes to the part with the fewest weights so far. A grown part then has weights
         everywhere in the model, and takes the memory of about 1 / kappa of the model.
         """
-        sizes = _layers(model, keep_dense, include, layers)
+        sizes = _layers(model, **names)
         _check_kappa(kappa, len(sizes))
         owner, loads = {}, [0] * kappa
         for path in sorted(sizes, key=lambda path: -sizes[path]):
@@ -165,13 +144,11 @@ class Partition:
         return cls._numbered(_gather(model, owner, kappa), sizes)
 
     @classmethod
-    def per_layer(
-        cls, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
-    ) -> Partition:
+    def per_layer(cls, model: Any, **names: Unpack[Names]) -> Partition:
         """Make every layer its own part, the finest partition."""
-        keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
-        kappa = max(1, len(_layers(model, keep_dense, include, layers)))
-        return cls.contiguous(model, kappa, keep_dense=keep_dense, include=include, layers=layers)
+        for name in {"keep_dense", "include"} & names.keys():  # which are read twice
+            names[name] = as_names(names[name], name)  # type: ignore[literal-required]
+        return cls.contiguous(model, max(1, len(_layers(model, **names))), **names)
 
     @classmethod
     def _numbered(cls, tensors: Sequence[Sequence[str]], layers: Mapping[str, int]) -> Partition:
@@ -196,7 +173,7 @@ def blocks_of(model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[s
         >>> blocks_of(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 8), torch.nn.Linear(4, 2)))["1.weight"]
         '1'
     """
-    units = dict.fromkeys(_blocks(model, "", _layers(model, keep_dense, include), is_root=True))
+    units = dict.fromkeys(_blocks(model, "", _layers(model, keep_dense=keep_dense, include=include), is_root=True))
     weights = prunable_weights(model, keep_dense=keep_dense, include=include)
     return {w.parameter: _innermost(w.parameter, units) or w.parameter for w in weights}
 
@@ -226,11 +203,10 @@ def _tensor_names(model: Any) -> list[str]:
 
 
 def _layers(
-    model: Any, keep_dense: Iterable[str], include: Iterable[str], known: Layers | None = None
+    model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
 ) -> dict[str, int]:
     """The number of weights of each layer that has some to grow, in the order of registration."""
-    keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
-    known = layer_weights(model) if known is None else known
+    known = layer_weights(model) if layers is None else layers
     weights = [w for ws in known.values() for w in ws]
     if keep_dense or include:
         weights = list(prunable_weights(model, keep_dense=keep_dense, include=include, layers=known))
@@ -288,7 +264,7 @@ def _holds_list_of_blocks(module: Any, path: str, layers: Mapping[str, int]) -> 
     return False
 
 
-def _cut(costs: Sequence[float], kappa: int) -> list[int]:
+def _cut(costs: Sequence[int], kappa: int) -> list[int]:
     """Return the part of each unit, so that the most expensive of kappa contiguous parts is as cheap as possible."""
     ends = sorted({load for i in range(len(costs)) for load in accumulate(costs[i:])})
     # the smallest cap that some part's cost could be, and that kappa parts can keep to
@@ -296,13 +272,13 @@ def _cut(costs: Sequence[float], kappa: int) -> list[int]:
     return _owners_up_to(costs, kappa, ends[least])
 
 
-def _owners_up_to(costs: Sequence[float], kappa: int, cap: float) -> list[int]:
+def _owners_up_to(costs: Sequence[int], kappa: int, cap: int) -> list[int]:
     """Fill parts from the left up to the cap, but leave at least one unit for every part to come."""
-    owner, part, load = [], 0, 0.0
+    owner, part, load = [], 0, 0
     for i, cost in enumerate(costs):
         must_open = len(costs) - i == kappa - part - 1
         if i > 0 and (load + cost > cap or must_open):
-            part, load = part + 1, 0.0
+            part, load = part + 1, 0
         load += cost
         owner.append(part)
     return owner
@@ -323,7 +299,7 @@ def _gather(model: Any, owner: Mapping[str, int], kappa: int) -> list[list[str]]
 
 
 # The kinds of partition, as values without a model. In strings, such as `--set partition=balanced(4)`, write the same
-# call: `parse_partition` reads it with the table `KINDS`. Trainers and methods have the number of parts elsewhere, and
+# call: `parse_parts` reads it with the table `KINDS`. Trainers and methods have the number of parts elsewhere, and
 # use only the name of the kind.
 
 PARTS = 4
@@ -406,30 +382,7 @@ KINDS: dict[str, Callable[..., PartitionConfig]] = {
 }
 
 
-def parse_partition(text: str, *, kappa: int | None = None) -> PartitionConfig:
-    """Return the partition that a string such as "balanced(4)" names.
-
-    Args:
-        kappa: the number of parts, if the string is only the name of a kind.
-
-    Examples:
-        >>> parse_partition("balanced(4)"), parse_partition("balanced", kappa=2)
-        (Balanced(kappa=4), Balanced(kappa=2))
-        >>> print(parse_partition('named([["stem"], ["head"]])'))
-        named([["stem"], ["head"]])
-    """
-    name, _, inside = text.removesuffix(")").partition("(")
-    allowed = 'contiguous(4), balanced(4), per_layer(), or named([["a", "b"], ["c"]])'
-    if kappa is not None:
-        inside = "" if name == "per_layer" else str(kappa)
-        allowed = "contiguous, balanced, per_layer, a list of lists of names, or a Partition"
-    if text == (f"{name}({inside})" if kappa is None else name):
-        with contextlib.suppress(KeyError, ValueError, TypeError):  # no kind, no JSON, or not what the kind takes
-            return KINDS[name](*json.loads(f"[{inside}]"))
-    raise GrowpruneError(f"parts must be a number, {allowed}, got {text!r}")
-
-
-def parse_parts(parts: int | str, *, kind: str, most: int = PARTS) -> PartitionConfig:
+def parse_parts(parts: int | str, *, kind: str = "contiguous", most: int = PARTS) -> PartitionConfig:
     """Return the partition for a number of parts, a kind, or a call such as "balanced(8)".
 
     Args:
@@ -437,11 +390,19 @@ def parse_parts(parts: int | str, *, kind: str, most: int = PARTS) -> PartitionC
         most: the number of layers, if known.
 
     Examples:
-        >>> parse_parts(8, kind="balanced"), parse_parts("contiguous", kind="balanced")
-        (Balanced(kappa=8), Contiguous(kappa=4))
+        >>> parse_parts(8, kind="balanced"), parse_parts("contiguous"), parse_parts("balanced(3)")
+        (Balanced(kappa=8), Contiguous(kappa=4), Balanced(kappa=3))
+        >>> print(parse_parts('named([["stem"], ["head"]])'))
+        named([["stem"], ["head"]])
     """
-    if isinstance(parts, str) and parts not in KINDS:
-        return parse_partition(parts)
-    count = min(PARTS, most) if isinstance(parts, str) else parts
-    check_counts(1, parts=count)
-    return parse_partition(parts if isinstance(parts, str) else kind, kappa=count)
+    if parts in KINDS and parts != "named":
+        kind, parts = str(parts), min(PARTS, most)
+    if not isinstance(parts, str):
+        check_counts(1, parts=parts)
+        return per_layer() if kind == "per_layer" else KINDS[kind](parts)
+    name, _, inside = parts.removesuffix(")").partition("(")
+    if parts == f"{name}({inside})":
+        with contextlib.suppress(KeyError, ValueError, TypeError):  # no kind, no JSON, or not what the kind takes
+            return KINDS[name](*json.loads(f"[{inside}]"))
+    kinds = 'contiguous, balanced, per_layer, a call such as balanced(8) or named([["a", "b"], ["c"]])'
+    raise GrowpruneError(f"parts must be a number, {kinds}, a list of lists of names, or a Partition, got {parts!r}")

@@ -52,11 +52,6 @@ def magnitude_keys(values: Tensor) -> Tensor:
     return values.abs().float().view(torch.int32).clamp_(max=(1 << 31) - 3).add_(1)
 
 
-def key_bits(dtype: torch.dtype) -> int:
-    """Return the number of bits of the magnitude keys of a dtype."""
-    return 63 if dtype == torch.float64 else 31
-
-
 def signed_keys(scores: Tensor) -> Tensor:
     """Return 63-bit keys that sort like float64 scores of either sign. Two that differ in the last bit may tie.
 
@@ -102,7 +97,7 @@ def key_bits_of(edit: Edit, dtype: torch.dtype) -> int:
     """Return the number of bits of an edit's keys, for weights whose widest float is `dtype`."""
     if edit.by is By.RANDOM:
         return 31
-    return key_bits(torch.float64 if _is_signed(edit) else dtype)
+    return 63 if _is_signed(edit) or dtype == torch.float64 else 31
 
 
 def edit_keys(
@@ -172,21 +167,18 @@ def kth_largest(
     *,
     bits: int = 31,
     digit_bits: int = 16,
-    add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> Threshold:
     """Return the k-th largest key over all sources, for k >= 1.
 
     Args:
         bits: the number of bits of a key.
         digit_bits: the number of bits of a digit, of which all values are counted in one pass.
-        add_up: sums counts over the processes, each of which has different keys of these sources.
     """
     prefix, remaining, equal, shift = 0, k, 0, bits
     while shift > 0:
         width = min(shift, digit_bits)
         shift -= width
         counts = _count_digits(sources, prefix, shift, width, is_first=shift + width == bits)
-        counts = counts if add_up is None else add_up(counts)
         from_top = counts.flip(0).cumsum(0)
         place = int(torch.searchsorted(from_top, remaining))
         if place == counts.numel():

@@ -1,4 +1,4 @@
-"""All sparsification methods, one paper per file. To add one, write its file and add its line here.
+"""All sparsification methods, one paper per file. To add one, write its file, import it here and add its name below.
 
 A method gets a partition S and yields phases (see `growprune.plan`). It never sees a model, so nothing here may import
 torch. Methods that edit every few iterations take `iterations`, the length of the whole training, and `every`, the
@@ -34,34 +34,12 @@ from growprune.methods.static_random import static_random as static_random
 from growprune.methods.str_ import str_ as str_
 from growprune.plan import Plan
 
-METHODS: dict[str, Callable[..., Plan]] = {
-    each.__name__: each
-    for each in (
-        gradual_gap,
-        parallel_gradual_gap,
-        cyclic_gap,
-        parallel_gap,
-        random_gap,
-        gmp,
-        granet,
-        rigl,
-        set_,
-        dsr,
-        snfs,
-        snip,
-        grasp,
-        acdc,
-        admm,
-        dpf,
-        str_,
-        deepr,
-        iterative_admm,
-        iterative,
-        one_shot,
-        static_random,
-        dense,
-    )
-}
+Methods = tuple[Callable[..., Plan], ...]
+GROWING: Methods = (gradual_gap, parallel_gradual_gap, cyclic_gap, parallel_gap, random_gap)
+PUBLISHED: Methods = (gmp, granet, rigl, set_, dsr, snfs, snip, grasp, acdc, admm, dpf, str_, deepr, iterative_admm)
+SIMPLE: Methods = (iterative, one_shot, static_random, dense)
+
+METHODS: dict[str, Callable[..., Plan]] = {each.__name__: each for each in (*GROWING, *PUBLISHED, *SIMPLE)}
 
 
 def find_method(name: str, *, otherwise: str = "") -> Callable[..., Plan]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from growprune.plan import By, Parts, Phase, method, prune
-from growprune.plan.settings import check_counts
 
 
 @method(allocation="global")
@@ -22,5 +21,4 @@ def grasp(S: Parts, *, sparsity: float, iterations: int) -> Iterator[Phase]:
 
     Example: grasp(S, sparsity=0.8, iterations=6)
     """
-    check_counts(0, iterations=iterations)
     yield Phase(prune(S.whole, to=sparsity, by=By.GRASP), iterations=iterations)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from growprune.plan import By, Parts, Phase, method, prune
-from growprune.plan.settings import check_counts
 
 
 @method(allocation="global")
@@ -20,5 +19,4 @@ def snip(S: Parts, *, sparsity: float, iterations: int) -> Iterator[Phase]:
 
     Example: snip(S, sparsity=0.8, iterations=6)
     """
-    check_counts(0, iterations=iterations)
     yield Phase(prune(S.whole, to=sparsity, by=By.SNIP), iterations=iterations)

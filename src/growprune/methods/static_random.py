@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from growprune.plan import InitialMask, Parts, Phase, first_by, method, prune
-from growprune.plan.settings import check_counts
 
 
 @method(allocation="erk", first_mask="initial_mask")
@@ -18,5 +17,4 @@ def static_random(
 
     Example: static_random(S, sparsity=0.8, iterations=6)
     """
-    check_counts(0, iterations=iterations)
     yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)), iterations=iterations)

@@ -70,10 +70,7 @@ def first_by(initial_mask: InitialMask) -> By:
         >>> first_by("magnitude")
         <By.MAGNITUDE: 'magnitude'>
     """
-    if initial_mask not in get_args(InitialMask):
-        known = ", ".join(map(repr, get_args(InitialMask)))
-        raise GrowpruneError(f"initial_mask must be one of {known}, got {initial_mask!r}")
-    return By(initial_mask)
+    return By(one_of("initial_mask", initial_mask, get_args(InitialMask)))
 
 
 class Action(Enum):
@@ -103,8 +100,9 @@ Choice = TypeVar("Choice", By, Spread)
 
 def parse_choice(kind: type[Choice], name: Choice | str) -> Choice:
     """Return a `By` or a `Spread`, given as a member or as a string."""
-    known = [choice.value for choice in kind]
-    return name if isinstance(name, kind) else kind(one_of(kind.__name__.lower(), name, known))
+    if isinstance(name, kind):
+        return name
+    return kind(one_of(kind.__name__.lower(), name, [choice.value for choice in kind]))
 
 
 @dataclass(frozen=True)
@@ -147,38 +145,34 @@ class Edit:
     """A criterion of the user's own. `by` then says what it needs: MAGNITUDE for weights only, GRADIENT for both."""
 
     def __post_init__(self) -> None:
+        action, is_prune = self.action.value, self.action is Action.PRUNE
         if (self.to is None) is (self.share is None):
-            raise GrowpruneError(f"{self.action.value} takes to= or share=, got to={self.to} and share={self.share}")
+            raise GrowpruneError(f"{action} takes to= or share=, got to={self.to} and share={self.share}")
         if self.to is not None:
             check_sparsity(self.to)
-            object.__setattr__(self, "to", as_float(self.to))  # so that what is equal is written alike
-        if self.share is not None:
-            check_share(share=self.share)
-            object.__setattr__(self, "share", as_float(self.share))
-        if not isinstance(self.by, By):
-            object.__setattr__(self, "by", parse_choice(By, self.by))
-        if self.by is By.AS_IS and (self.action is Action.GROW or self.to is None):
-            raise GrowpruneError(f"{self.action.value} got by=as_is, which needs prune with to=: choose another by")
-        if self.spread is not None:
-            object.__setattr__(self, "spread", spread := parse_choice(Spread, self.spread))
-            action = self.action.value
-            if spread is Spread.RANKING and self.share is None:
-                raise GrowpruneError(f"{action} got spread=ranking and to={self.to}: use share= instead of to=")
-            if spread is Spread.ERK and (self.action is Action.GROW or self.to is None):
-                raise GrowpruneError(f"{action} got spread=erk, which needs prune with to=: use spread=None")
-            if spread not in (Spread.RANKING, Spread.ERK) and self.action is Action.PRUNE:
-                raise GrowpruneError(
-                    f"prune got spread={spread.value}, which is for grow only: use ranking, erk or None"
-                )
-            if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
-                raise GrowpruneError(f"grow got spread=momentum with by={self.by.value}: use by=By.MOMENTUM")
-        if self.within is not None:
-            check_share(within=self.within)
-            object.__setattr__(self, "within", within := as_float(self.within))
-            if self.action is Action.PRUNE or self.to != 0 or self.by is not By.RANDOM or self.spread is not None:
-                raise GrowpruneError(
-                    f"within={within:g} is only for growth to dense: call grow(part, within={within:g})"
-                )
+        for name in ("to", "share", "within"):
+            if (value := getattr(self, name)) is not None:
+                check_share(**{name: value})
+                object.__setattr__(self, name, as_float(value))  # so that what is equal is written alike
+        by = parse_choice(By, self.by)
+        spread = None if self.spread is None else parse_choice(Spread, self.spread)
+        object.__setattr__(self, "by", by)
+        object.__setattr__(self, "spread", spread)
+        is_prune_to = is_prune and self.to is not None
+        if by is By.AS_IS and not is_prune_to:
+            raise GrowpruneError(f"{action} got by=as_is, which needs prune with to=: choose another by")
+        if spread is Spread.RANKING and self.share is None:
+            raise GrowpruneError(f"{action} got spread=ranking and to={self.to}: use share= instead of to=")
+        if spread is Spread.ERK and not is_prune_to:
+            raise GrowpruneError(f"{action} got spread=erk, which needs prune with to=: use spread=None")
+        if is_prune and spread not in (Spread.RANKING, Spread.ERK, None):
+            raise GrowpruneError(f"prune got spread={spread.value}, which is for grow only: use ranking, erk or None")
+        if spread is Spread.MOMENTUM and by is not By.MOMENTUM:
+            raise GrowpruneError(f"grow got spread=momentum with by={by.value}: use by=By.MOMENTUM")
+        is_to_dense = not is_prune and self.to == 0 and by is By.RANDOM and spread is None
+        if self.within is not None and not is_to_dense:
+            within = f"within={self.within:g}"
+            raise GrowpruneError(f"{within} is only for growth to dense: call grow(part, {within})")
 
     def __str__(self) -> str:
         how = "" if self.is_usual else f" by {self.criterion}"
@@ -400,12 +394,8 @@ class Plan:
     def __len__(self) -> int:
         return len(self.stages)
 
-    @overload
-    def __getitem__(self, i: int) -> Stage: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Stage]: ...
-    def __getitem__(self, i: int | slice) -> Stage | list[Stage]:
-        return list(self.stages)[i] if isinstance(i, slice) else self.stages[i]
+    def __getitem__(self, i: Any) -> Any:
+        return list(self.stages)[i]
 
 
 Options = ParamSpec("Options")
