@@ -18,8 +18,7 @@ from growprune.cli import app
 from growprune.deployment import api
 from growprune.deployment.api import checked_device, deploy_on_gpu
 from growprune.deployment.cuda import graphed
-from growprune.deployment.cuda.linear import SparseLinear
-from growprune.deployment.cuda.products import Tile
+from growprune.deployment.cuda.products import SparseLinear, Tile
 from growprune.deployment.cuda.tuning import Choice
 from growprune.deployment.deployed import Deployed
 from growprune.deployment.deployed_folder import read_table
@@ -86,7 +85,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kinds: dict[int, str]) -> list[tupl
         kind = kinds[entries.columns]
         return Choice(kind, None if kind == "dense" else Tile(2), 20.0, 5.0)
 
-    monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
+    monkeypatch.setattr("growprune.deployment.cuda.tuning.choose", chosen)
     return calls
 
 
@@ -206,7 +205,7 @@ def test_a_failed_format_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(entries: Any, **settings: Any) -> Choice:
         return Choice("dense", None, 20.0, None, {"columns": "RuntimeError: no kernel"})
 
-    monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
+    monkeypatch.setattr("growprune.deployment.cuda.tuning.choose", chosen)
     with pytest.warns(UserWarning, match="was not timed as columns: RuntimeError: no kernel") as said:
         fast = deployed_mlp(CPU, seconds=1)
     assert len(said) == 2

@@ -12,7 +12,7 @@ from torch import nn
 
 from growprune.deployment.cpu.library import BuildError, Tile, library
 from growprune.deployment.cpu.tuning import seconds_in_turns
-from growprune.deployment.cuda.swapping import deploy_linears
+from growprune.deployment.cuda.tuning import deploy_linears
 from growprune.deployment.deployed import Deployed, Swapped
 from growprune.deployment.deployed_folder import (
     ABOUT,

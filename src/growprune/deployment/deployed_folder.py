@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from growprune.deployment.cpu.library import Tile, cpu_model
+from growprune.deployment.cuda.formats import DENSE, FORMATS
 from growprune.deployment.cuda.products import Tile as GpuTile
-from growprune.deployment.cuda.tuning import DENSE, FORMATS
 from growprune.deployment.example import Example
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton

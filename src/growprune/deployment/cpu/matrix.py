@@ -93,13 +93,14 @@ def from_dense(
         overhang = (0, -rows % height), (0, -columns % width)
         down, across = -(-rows // height), -(-columns // width)
         cut = (down, height, across, width)
-        alive = np.pad(lives, overhang).reshape(cut).any(axis=(1, 3))
+        alive = np.logical_or.reduce(np.pad(lives, overhang).reshape(cut), axis=(1, 3))
         padded = np.pad(np.where(lives, dense, np.float32(0)), overhang).reshape(cut)
         values = padded.transpose(0, 2, 1, 3)[alive].reshape(-1)
     starts = np.zeros(len(alive) + 1, np.int64)
     np.count_nonzero(alive, axis=1).cumsum(out=starts[1:])
     places = (np.flatnonzero(alive) - np.repeat(np.arange(len(alive)) * alive.shape[1], np.diff(starts))).astype("i4")
-    return SparseMatrix(rows, columns, height, width, *map(torch.from_numpy, (starts, places, values)), num_alive)
+    in_order, of_blocks, numbers = map(torch.from_numpy, (starts, places, values))
+    return SparseMatrix(rows, columns, height, width, in_order, of_blocks, numbers, num_alive)
 
 
 def _folded(tensor: Tensor, transposed: bool) -> np.ndarray:
