@@ -8,27 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, matrix_of_zeros
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
 from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
-
-
-@dataclass(frozen=True)
-class Reshape:
-    """A change of shape between a layer and what is fused to it, taken out of its graph: every number stays."""
-
-    target: Any
-    arguments: tuple[Any, ...]
-    shape: tuple[int, ...]
-    """Of its result."""
-
-    @classmethod
-    def of(cls, node: fx.Node) -> Reshape:
-        return cls(node.target, node.args[1:], tuple(node.meta["val"].shape))
 
 
 @dataclass
@@ -39,9 +25,9 @@ class Fused(LayerSpec):
     """The dimension of features, of input and output: 1 of images, the last elsewhere."""
     is_image: bool = False
     """Whether its input is (batch, channels, height, width)."""
-    before: list[Reshape] = field(default_factory=list)
-    """Changes of shape between the layer and its residual."""
-    after: list[Reshape] = field(default_factory=list)
+    before: list[fx.Node] = field(default_factory=list)
+    """Changes of shape between the layer and its residual: every number stays. They are no longer in the graph."""
+    after: list[fx.Node] = field(default_factory=list)
     """Changes of shape after that."""
 
 
@@ -63,7 +49,12 @@ def fuse(graph: fx.Graph, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> N
         if (found := make(node, _Weights(skeleton, names))) is not None:
             x, fused = found
             chain, residual = _absorb(node, fused)
-            _replace(graph, chain, x, residual, fused)
+            with graph.inserting_before(chain[-1]):
+                new = graph.call_function(layer, (x, residual))
+            new.meta = {"val": chain[-1].meta["val"], "fused": fused}
+            chain[-1].replace_all_uses_with(new)
+            for old in reversed(chain):
+                graph.erase_node(old)
     graph.eliminate_dead_code()
 
 
@@ -203,9 +194,9 @@ def _absorb(node: fx.Node, fused: Fused) -> tuple[list[fx.Node], fx.Node | None]
             if fused.axis != 1 or not _fold_batch_norm(at, fused):  # it is of dimension 1, which may not be features
                 break
         elif residual is None and (other := _residual(at, before)) is not None:
-            residual, fused.before = other, [*map(Reshape.of, pending)]
+            residual, fused.before = other, pending
         elif (activation := _activation(at)) is not Activation.NONE:
-            fused.activation, fused.after = activation, [*map(Reshape.of, pending)]
+            fused.activation, fused.after = activation, pending
         else:
             break
         chain += [*pending, at]
@@ -223,17 +214,11 @@ def _fold_batch_norm(node: fx.Node, fused: Fused) -> bool:
     scale = (spread + epsilon).rsqrt() * (1.0 if gain is None else gain)
     before = 0.0 if fused.bias is None else fused.bias.double()
     fused.bias = ((before - center) * scale + (0.0 if shift is None else shift)).float()
-    fused.weight = scaled(fused.weight, scale)
+    matrix = fused.weight
+    by_row = torch.nn.functional.pad(scale, (0, -matrix.rows % matrix.height)).view(-1, matrix.height, 1)
+    values = matrix.values.view(-1, matrix.height, matrix.width) * by_row[matrix.block_rows]
+    fused.weight = dataclasses.replace(matrix, values=values.float().reshape(-1))
     return True
-
-
-def scaled(matrix: SparseMatrix, scale: Tensor) -> SparseMatrix:
-    """A matrix with each row times a number."""
-    down = -(-matrix.rows // matrix.height)
-    by_row = torch.nn.functional.pad(scale, (0, down * matrix.height - matrix.rows)).view(down, matrix.height, 1)
-    by_block = by_row.repeat_interleave(matrix.starts.diff(), 0)
-    values = matrix.values.view(-1, matrix.height, matrix.width) * by_block
-    return dataclasses.replace(matrix, values=values.float().reshape(-1))
 
 
 def _residual(node: fx.Node, own: fx.Node) -> fx.Node | None:
@@ -254,13 +239,3 @@ def _activation(node: fx.Node) -> Activation:
         return Activation.RELU6
     is_exact = node.target is aten.gelu.default and node.kwargs.get("approximate", "none") == "none"
     return Activation.GELU if is_exact and len(node.args) == 1 else Activation.NONE
-
-
-def _replace(graph: fx.Graph, chain: list[fx.Node], x: fx.Node, residual: fx.Node | None, fused: Fused) -> None:
-    last = chain[-1]
-    with graph.inserting_before(last):
-        node = graph.call_function(layer, (x, residual))
-    node.meta = {"val": last.meta["val"], "fused": fused}
-    last.replace_all_uses_with(node)
-    for old in reversed(chain):
-        graph.erase_node(old)

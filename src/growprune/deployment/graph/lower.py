@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from growprune.deployment.graph.fuse import Fused, Reshape, layer
+from growprune.deployment.graph.fuse import Fused, layer
 from growprune.deployment.graph.places import (
     InSlot,
     Stored,
@@ -136,11 +136,11 @@ class Lowering:
         self.add(LayerStep(fused, matrix, Stored(out.buffer, rows), added))
         return Stored(out.buffer, self._reshape(middle, fused.after))
 
-    def _reshape(self, place: Strides, reshapes: Sequence[Reshape]) -> Strides:
-        for reshape in reshapes:
-            found = reshaped(place, reshape.target, reshape.arguments, reshape.shape)
+    def _reshape(self, place: Strides, nodes: Sequence[fx.Node]) -> Strides:
+        for node in nodes:
+            found = reshaped(place, node)
             if found is None:
-                raise NotTraceable(f"{reshape.target} regroups features and columns unevenly")
+                raise NotTraceable(f"{node.target} regroups features and columns unevenly")
             place = found
         return place
 

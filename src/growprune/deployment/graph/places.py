@@ -210,26 +210,26 @@ def view(node: fx.Node, value_of: Callable[[Any], Value]) -> Value | None:
     return None if places is None else tuple(Stored(value.buffer, place) for place in places)
 
 
-def reshaped(place: Strides, target: Any, arguments: Sequence[Any], shape: Sequence[int]) -> Strides | None:
+def reshaped(place: Strides, node: fx.Node) -> Strides | None:
     """A place seen through one of the operations that keep every number."""
-    if target in RESHAPES:
-        return place.reshape(shape)
-    rank = len(place.dimensions)
-    order = list(range(rank))
-    if target is aten.t.default:
+    if node.target in RESHAPES:
+        return place.reshape(node.meta["val"].shape)
+    rank, rest = len(place.dimensions), node.args[1:]
+    order: Any = list(range(rank))
+    if node.target is aten.t.default:
         order.reverse()
-    elif target is aten.transpose.int:
-        first, second = (int(axis) % rank for axis in arguments)
+    elif node.target is aten.transpose.int:
+        first, second = (int(axis) % rank for axis in rest)  # type: ignore[arg-type]
         order[first], order[second] = second, first
     else:
-        order = [int(axis) % rank for axis in arguments[0]]
+        order = [axis % rank for axis in rest[0]]  # type: ignore[operator, union-attr]
     return place.permute(order)
 
 
 def _place(place: Strides, node: fx.Node) -> Strides | None:
     shape, rest = tuple(node.meta["val"].shape), node.args[1:]
     if node.target in RESHAPES or node.target in PERMUTES:
-        return reshaped(place, node.target, rest, shape)
+        return reshaped(place, node)
     if node.target is aten.expand.default:
         return place.expand(shape)
     if node.target is aten.select.int:
