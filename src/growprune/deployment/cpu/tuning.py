@@ -44,7 +44,10 @@ def choose(
         all_else_is_ours: whether torch computes nothing else, so that a few slower layers are worth to do without it.
     """
     end = time.perf_counter() + seconds
-    keys = [_key(spec) for spec in specs]
+    keys = []
+    for spec in specs:  # layers of one kind are cut up alike
+        about = spec.weight.rows, spec.weight.height, spec.weight.width, round(spec.weight.sparsity, 1)
+        keys.append((spec.geometry, *about, spec.activation, spec.is_sparse))
     tiles: dict[object, Tile] = {}
     share = seconds / 2 / max(1, len({key for spec, key in zip(specs, keys, strict=True) if not spec.is_depthwise}))
     ours: list[Layer] = []
@@ -88,20 +91,11 @@ def choose(
     return chosen
 
 
-def _key(spec: LayerSpec) -> object:
-    """Layers of one kind are cut up alike."""
-    weight = spec.weight
-    about = (weight.rows, weight.height, weight.width, round(weight.sparsity, 1))
-    return spec.geometry, *about, spec.activation, spec.is_sparse
-
-
 # Timing
 
 
-def torch_and_our_seconds(spec: LayerSpec, ours: Layer, seconds: float) -> tuple[float, float]:
-    """How long a call takes in torch, dense, and on our kernels."""
-    first, second = _quickest([DenseLayer(spec), ours], seconds)
-    return first, second
+def torch_and_our_seconds(spec: LayerSpec, ours: Layer, seconds: float) -> list[float]:
+    return _quickest([DenseLayer(spec), ours], seconds)
 
 
 def fastest_tile(spec: LayerSpec, threads: int, seconds: float) -> Tile:

@@ -42,16 +42,11 @@ def pointwise(lowering: Lowering, node: fx.Node) -> Stored | None:
     if like is None or not are_float(node):
         return None
     given = lowering.arguments_in_torch(node)
-    out = lowering.store(_dense(like.place))
+    assert like.place.torch is not None
+    shape, strides = like.place.torch
+    out = lowering.store(Strides.ordered(shape, sorted(range(len(shape)), key=lambda axis: -strides[axis])))
     lowering.add(TorchStep(POINTWISE[node.target], *given, None, out, largest(node)))
     return out
-
-
-def _dense(place: Strides) -> Strides:
-    """A place of its own in the same order, without gaps."""
-    assert place.torch is not None
-    shape, strides = place.torch
-    return Strides.ordered(shape, sorted(range(len(shape)), key=lambda axis: -strides[axis]))
 
 
 def layer_norm(lowering: Lowering, node: fx.Node) -> Stored | None:
@@ -157,8 +152,6 @@ def _attend(
 
 # Images: pools, nearest neighbours, concatenation
 
-MEAN_POOL = partial(bind_pool, is_mean=True)
-
 
 def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     _, kernel, stride, padding, dilation, ceil_mode = arguments(node, None, None, [], 0, 1, False)
@@ -169,8 +162,8 @@ def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     _, kernel, stride, padding, ceil_mode, counts, divisor = arguments(node, None, None, [], 0, False, True, None)
     if divisor is not None or node.kwargs:
         return None
-    pool = partial(MEAN_POOL, counts_padding=bool(counts))
-    return _pool(lowering, node, pool, kernel, stride or kernel, padding, (1, 1), bool(ceil_mode))
+    pool = partial(bind_pool, is_mean=True, counts_padding=bool(counts))
+    return _pool(lowering, node, pool, kernel, stride or kernel, padding, 1, bool(ceil_mode))
 
 
 def adaptive_mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
@@ -179,17 +172,17 @@ def adaptive_mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     if len(shape) != 4 or any(a % b for a, b in zip(shape[2:], out[2:], strict=True)):
         return None
     kernel = [a // b for a, b in zip(shape[2:], out[2:], strict=True)]
-    return _pool(lowering, node, MEAN_POOL, kernel, kernel, (0, 0), (1, 1), False)
+    return _pool(lowering, node, partial(bind_pool, is_mean=True), kernel, kernel, 0, 1, False)
 
 
 def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
     """Over height and width of images."""
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    axes: Any = node.args[1] if len(node.args) > 1 else None
+    source, axes = arguments(node, None, None)[:2]
+    shape = source.meta["val"].shape
     is_over_image = len(shape) == 4 and isinstance(axes, (list, tuple)) and sorted(a % 4 for a in axes) == [2, 3]
     if not is_over_image or node.kwargs:
         return None
-    return _pool(lowering, node, MEAN_POOL, shape[2:], shape[2:], (0, 0), (1, 1), False)
+    return _pool(lowering, node, partial(bind_pool, is_mean=True), shape[2:], shape[2:], 0, 1, False)
 
 
 def _pool(
