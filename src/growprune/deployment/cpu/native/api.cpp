@@ -1,6 +1,5 @@
 // What Python calls, through ctypes. Structures are those of growprune/deployment/cpu/library.py, field by field.
 #include "depthwise.h"
-#include "plan.h"
 #include "pool.h"
 
 using namespace gp;

@@ -3,10 +3,7 @@
 // An image of one channel is copied to where it has its padding around it, so that taps need no check of bounds.
 #pragma once
 
-#include "epilogue.h"
-#include "operands.h"
-#include "pack.h"
-#include "threads.h"
+#include "plan.h"
 
 namespace gp {
 
@@ -111,15 +108,12 @@ inline void repeat_row(const float *from, Index count, Index wide, float *to) {
 // Each number repeated in a block of height x width, as nearest neighbours are; 1 x 1 copies.
 inline void repeat(const Geometry &g, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
     const Index images = Index(g.channels) * g.batch, high = g.stride_height, wide = g.stride_width;
-    const Index items = std::min(images, ITEMS_OF_THREAD * threads);
-    share(items, threads, [&](Index item) {
-        for (Index i = item * images / items; i < (item + 1) * images / items; ++i) {
-            const float *from = x + i / g.batch * x_stride + i % g.batch * g.height * g.width;
-            float *to = y + i / g.batch * y_stride + i % g.batch * g.height * g.width * high * wide;
-            for (Index row = 0; row < g.height; ++row, from += g.width, to += g.width * wide * high) {
-                repeat_row(from, g.width, wide, to);
-                for (Index k = 1; k < high; ++k) std::copy_n(to, g.width * wide, to + k * g.width * wide);
-            }
+    share_images(images, threads, [&](Index i) {
+        const float *from = x + i / g.batch * x_stride + i % g.batch * g.height * g.width;
+        float *to = y + i / g.batch * y_stride + i % g.batch * g.height * g.width * high * wide;
+        for (Index row = 0; row < g.height; ++row, from += g.width, to += g.width * wide * high) {
+            repeat_row(from, g.width, wide, to);
+            for (Index k = 1; k < high; ++k) std::copy_n(to, g.width * wide, to + k * g.width * wide);
         }
     });
 }
