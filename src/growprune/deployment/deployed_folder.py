@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import astuple, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,8 @@ def _row(about: Mapping[str, Any]) -> Row:
     if about["tile"] is None:
         return row
     kind: Any = Tile if row.format in ("", DENSE) else GpuTile
-    tile = kind(**about["tile"])
-    for number in astuple(tile):
-        _check_whole(number, MAX_TILE)
-    return replace(row, tile=tile)
+    _check_whole(about["tile"].values(), MAX_TILE)
+    return replace(row, tile=kind(**about["tile"]))
 
 
 def read_example(content: Mapping[str, Any]) -> Example:
@@ -147,8 +145,7 @@ def read_example(content: Mapping[str, Any]) -> Example:
 
 def _tensor(shape: list[int], name: str) -> Tensor:
     dtype = getattr(torch, name)
-    for size in shape:
-        _check_whole(size, 1 << 40)
+    _check_whole(shape, 1 << 40)
     if not isinstance(dtype, torch.dtype) or len(shape) > 64:
         raise TypeError(f"a tensor is {len(shape)}-dimensional and of {name!r}")
     if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
@@ -156,6 +153,7 @@ def _tensor(shape: list[int], name: str) -> Tensor:
     return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
-def _check_whole(number: object, high: int) -> None:
-    if not isinstance(number, int) or not 0 <= number <= high:
-        raise ValueError(f"{str(number)[:20]} is not an integer from 0 to {high}")
+def _check_whole(numbers: Iterable[object], high: int) -> None:
+    for number in numbers:
+        if not isinstance(number, int) or not 0 <= number <= high:
+            raise ValueError(f"{str(number)[:20]} is not an integer from 0 to {high}")

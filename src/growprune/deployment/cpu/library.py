@@ -52,13 +52,11 @@ class _Matrix(ctypes.Structure):
 
 
 class _Geometry(ctypes.Structure):
+    """Height and width of the last five are one after the other."""
+
     _fields_ = (
         *((name, c_int32) for name in ("channels", "batch", "height", "width")),
-        *(
-            (f"{name}_{axis}", c_int32)
-            for name in ("kernel", "stride", "padding", "dilation", "out")
-            for axis in ("height", "width")
-        ),
+        *((name, 2 * c_int32) for name in ("kernel", "stride", "padding", "dilation", "out")),
     )
 
 
@@ -125,7 +123,7 @@ def matrix_struct(matrix: SparseMatrix) -> _Matrix:
 
 def geometry_struct(geometry: Geometry) -> _Geometry:
     g = geometry
-    return _Geometry(g.channels, g.batch, g.height, g.width, *g.kernel, *g.stride, *g.padding, *g.dilation, *g.out_size)
+    return _Geometry(g.channels, g.batch, g.height, g.width, g.kernel, g.stride, g.padding, g.dilation, g.out_size)
 
 
 def strided(tensor: Tensor | None) -> tuple[int | None, int]:
