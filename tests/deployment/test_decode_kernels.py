@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from triton_interpreter import interpret, on_the_gpu
 
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
-from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.formats import FORMATS, LaneMatrix, lane_matrix
 from growprune.deployment.cuda.products import SparseLinear, Tile, product
 from growprune.deployment.cuda.tuning import choose, fastest, times_of_tiles
@@ -220,23 +219,7 @@ def test_large_products_on_a_gpu(kind: str, batch: int, sparsity: float) -> None
     check_product(random_weight(1027, 4100, sparsity), kind, batch, "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_graphed_step_gives_what_the_layer_gives() -> None:
-    layer = SparseLinear(MAKERS["offsets, 16 lanes"](entries_of(random_weight(512, 512, 0.9).cuda())))
-    step = graphed(layer, torch.zeros(2, 512, device="cuda", dtype=torch.bfloat16))
-    for seed in (1, 2):
-        x = random_weight(2, 512, 0.0, seed=seed).cuda()
-        assert torch.equal(step(x), layer(x))
-
-
 # layers
-
-
-def test_without_a_gpu_or_the_interpreter_a_product_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    weight, x = random_weight(6, 9, 0.5, torch.float32), torch.ones(2, 9)
-    assert torch.equal(product(lane_matrix(from_dense(weight)), x), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("kind", MAKERS)

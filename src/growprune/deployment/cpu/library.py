@@ -93,7 +93,6 @@ class Library:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         strided = (c_void_p, c_int64)
-        images = (POINTER(_Geometry), *strided, *strided)
         self.lanes = int(library.gp_lanes())
         self.prepare = _typed(
             library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(TileStruct), c_void_p, c_int
@@ -105,8 +104,8 @@ class Library:
         )
         self.begin_alone = _typed(library.gp_begin_alone, c_int)
         self.end_alone = _typed(library.gp_end_alone, None, c_int)
-        self.repeat = _typed(library.gp_repeat, None, *images, c_int)
-        self.pool = _typed(library.gp_pool, None, *images, c_int, c_int, c_int)
+        self.copy = _typed(library.gp_copy, None, c_int64, c_int64, *strided, *strided, c_int)
+        self.pool = _typed(library.gp_pool, None, POINTER(_Geometry), *strided, *strided, c_int, c_int, c_int)
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:

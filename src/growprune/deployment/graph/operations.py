@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.prepared import bind_pool, bind_repeat
+from growprune.deployment.cpu.prepared import bind_copy, bind_pool
 from growprune.deployment.graph.lower import Lowering, largest
 from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, as_rows, feature_major, with_features
 from growprune.deployment.graph.program import CallStep, CopyStep, TorchStep
@@ -150,7 +150,7 @@ def _attend(
     return run
 
 
-# Images: pools, nearest neighbours, concatenation
+# Images: pools, concatenation
 
 
 def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
@@ -202,20 +202,6 @@ def _pool(
     return Stored(out.buffer, place)
 
 
-def nearest(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Nearest neighbours, where the output is a multiple of the input."""
-    x, out = lowering.stored(node.args[0]), node.meta["val"].shape
-    if x is None or not _is_image(x) or any(a % b for a, b in zip(out[2:], x.place.shape[2:], strict=True)):
-        return None
-    times = out[2] // x.place.shape[2], out[3] // x.place.shape[3]
-    scales = node.args[2] if len(node.args) > 2 else None
-    if scales is not None and tuple(scales) != times:  # type: ignore[arg-type]
-        return None
-    target = lowering.store(feature_major(out, 1))
-    _repeat(lowering, x, target, times)
-    return target
-
-
 def concatenate(lowering: Lowering, node: fx.Node) -> Stored | None:
     """The channels of several images, those of which at least one is feature-major already."""
     sources, axis = arguments(node, None, 0)
@@ -231,22 +217,12 @@ def concatenate(lowering: Lowering, node: fx.Node) -> Stored | None:
         assert place is not None
         start, part = start + length, Stored(target.buffer, place)
         x = lowering.stored(source)
-        if x is not None and _is_image(x):
-            _repeat(lowering, x, part, (1, 1))
+        if x is not None and as_matrix(x.place, 1, ordered=True) is not None:
+            rows = [as_rows(value, 1, ordered=True) for value in (x, part)]
+            lowering.add(CallStep(bind_copy, rows[:1], rows[1:], is_ours=True))
         else:
             lowering.add(CopyStep(lowering.value(source), part))
     return target
-
-
-def _is_image(x: Stored) -> bool:
-    return len(x.place.shape) == 4 and as_matrix(x.place, 1, ordered=True) is not None
-
-
-def _repeat(lowering: Lowering, x: Stored, out: Stored, times: tuple[int, int]) -> None:
-    batch, channels, height, width = x.place.shape
-    repeat = partial(bind_repeat, Geometry(channels, batch, height, width), times)
-    rows = [as_rows(value, 1, ordered=True) for value in (x, out)]
-    lowering.add(CallStep(repeat, rows[:1], rows[1:], is_ours=True))
 
 
 KNOWN: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
@@ -256,7 +232,6 @@ KNOWN: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
     aten.avg_pool2d.default: mean_pool,
     aten.adaptive_avg_pool2d.default: adaptive_mean_pool,
     aten.mean.dim: mean,
-    aten.upsample_nearest2d.vec: nearest,
     aten.cat.default: concatenate,
     aten.scaled_dot_product_attention.default: attention,
 }

@@ -91,31 +91,4 @@ class Depthwise : public Layer {
     Buffer<float> taps, bias_of_rows;
 };
 
-template <int wide> void repeat_row(const float *__restrict from, Index count, float *__restrict to) {
-    for (Index i = 0; i < count; ++i)
-        for (int j = 0; j < wide; ++j) to[wide * i + j] = from[i];
-}
-
-inline void repeat_row(const float *from, Index count, Index wide, float *to) {
-    if (wide == 1)
-        std::copy_n(from, count, to);
-    else if (wide == 2)
-        repeat_row<2>(from, count, to);
-    else
-        for (Index i = 0; i < count; ++i, to += wide) std::fill_n(to, wide, from[i]);
-}
-
-// Each number repeated in a block of height x width, as nearest neighbours are; 1 x 1 copies.
-inline void repeat(const Geometry &g, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
-    const Index images = Index(g.channels) * g.batch, high = g.stride_height, wide = g.stride_width;
-    share_images(images, threads, [&](Index i) {
-        const float *from = x + i / g.batch * x_stride + i % g.batch * g.height * g.width;
-        float *to = y + i / g.batch * y_stride + i % g.batch * g.height * g.width * high * wide;
-        for (Index row = 0; row < g.height; ++row, from += g.width, to += g.width * wide * high) {
-            repeat_row(from, g.width, wide, to);
-            for (Index k = 1; k < high; ++k) std::copy_n(to, g.width * wide, to + k * g.width * wide);
-        }
-    });
-}
-
 }  // namespace gp
