@@ -181,16 +181,6 @@ def test_a_model_without_sparse_layers_works_and_says_so() -> None:
     assert fast.is_in_torch and torch.equal(fast(x), model(x))
 
 
-def test_deployed_layers_can_be_made_dense_again() -> None:
-    fast, x = deployed_mlp(CPU), torch.randn(2, 64)
-    expected = fast(x)
-    assert not fast.is_in_torch
-    fast.stay_in_torch()
-    assert fast.is_in_torch
-    assert [type(part) for part in fast.module] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
-    torch.testing.assert_close(fast(x), expected)
-
-
 def test_weights_are_on_the_device_in_one_format_only() -> None:
     fast = deployed_mlp(CPU)
     plain = [one.module.weight for one in fast._swapped.replaced]

@@ -8,30 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_kernels import GAP, finish, kernels, spaced  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
-from growprune.deployment.cpu import library
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.library import BuildError, find_compiler
 from growprune.deployment.cpu.matrix import from_dense
 from growprune.deployment.cpu.prepared import Activation, DepthwiseLayer, LayerSpec
 from growprune.deployment.graph.program import CallStep, Lowered, Program, TorchStep, is_ours
-
-GAP = 3
-"""Columns between the rows of tensors, which nobody may read or write."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    try:
-        find_compiler()
-    except BuildError as error:
-        pytest.skip(f"the kernels cannot be built here: {error}")
-    library.library()
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -40,13 +27,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def spaced(tensor: Tensor) -> Tensor:
-    """The same matrix, its rows apart, and NaN between them."""
-    wide = torch.full((tensor.shape[0], tensor.shape[1] + GAP), float("nan"))
-    wide[:, : tensor.shape[1]] = tensor
-    return wide[:, : tensor.shape[1]]
 
 
 def spec_of(weight: Tensor, geometry: Geometry, **options: Any) -> LayerSpec:
@@ -60,8 +40,7 @@ def expected(spec: LayerSpec, weight: Tensor, x: Tensor, residual: Tensor | None
     bias = None if spec.bias is None else spec.bias.double()
     found = F.conv2d(images, weight.double(), bias, g.stride, g.padding, g.dilation, g.channels)
     sums = found.transpose(0, 1).flatten(1) + (0 if residual is None else residual.double())
-    ends = {Activation.NONE: sums, Activation.RELU: sums.relu(), Activation.GELU: F.gelu(sums)}
-    return {**ends, Activation.RELU6: F.relu6(sums)}[spec.activation]
+    return finish(sums, spec.activation)
 
 
 def expect_same_as_torch(geometry: Geometry, num_threads: int, activation: Activation, has_residual: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_kernels import GAP, finish, kernels, spaced  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -30,20 +31,6 @@ from growprune.deployment.skeleton import skeleton_of
 from growprune.errors import GrowpruneError
 
 PATTERNS = {"unstructured": (1, 1), "1x8": (1, 8), "8x1": (8, 1)}
-GAP = 3
-"""Columns between the rows of tensors in tests, which nobody may read or write."""
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Library:
-    try:
-        find_compiler()
-    except BuildError as error:
-        pytest.skip(f"the kernels cannot be built here: {error}")
-    return library.library()
-
-
-pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def weight_and_mask(shape: tuple[int, ...], pattern: str, density: float) -> tuple[Tensor, Tensor]:
@@ -56,26 +43,10 @@ def weight_and_mask(shape: tuple[int, ...], pattern: str, density: float) -> tup
     return torch.randn(shape) * mask, mask
 
 
-def spaced(tensor: Tensor, gap: float = float("nan")) -> Tensor:
-    """The same matrix, its rows apart, and something between them that must not matter."""
-    wide = torch.full((tensor.shape[0], tensor.shape[1] + GAP), gap)
-    wide[:, : tensor.shape[1]] = tensor
-    return wide[:, : tensor.shape[1]]
-
-
 def run(layer: Layer, x: Tensor) -> Tensor:
     out = torch.empty(layer.rows, layer.geometry.columns)
     layer.bind(x, out)()
     return out
-
-
-def finish(sums: Tensor, activation: Activation) -> Tensor:
-    return {
-        Activation.NONE: sums,
-        Activation.RELU: sums.relu(),
-        Activation.GELU: F.gelu(sums),
-        Activation.RELU6: F.relu6(sums),
-    }[activation]
 
 
 def expect_close(found: Tensor, expected: Tensor, scale: Tensor) -> None:

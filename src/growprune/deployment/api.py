@@ -278,7 +278,6 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
 
 
 def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
-    """What a sparse file says of the model."""
     if not isinstance(model, SparseModel):
         return {}
     names = ("allocation", "pattern", "keep_dense", "include", "seed")

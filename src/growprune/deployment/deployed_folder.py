@@ -121,18 +121,16 @@ def damaged(folder: Path, why: str) -> GrowpruneError:
 
 
 def read_table(about: Mapping[str, Any]) -> Table:
-    return Table(tuple(map(_row, about["rows"])), about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
-
-
-def _row(about: Mapping[str, Any]) -> Row:
-    row = Row(**about)
-    if row.choice not in CHOICES or row.format not in ("", DENSE, *FORMATS):
-        raise ValueError(f"a choice is {row.choice[:20]!r} in the format {row.format[:20]!r}")
-    if about["tile"] is None:
-        return row
-    kind: Any = Tile if row.format in ("", DENSE) else GpuTile
-    _check_whole(about["tile"].values(), MAX_TILE)
-    return replace(row, tile=kind(**about["tile"]))
+    rows = []
+    for row in (Row(**one) for one in about["rows"]):
+        if row.choice not in CHOICES or row.format not in ("", DENSE, *FORMATS):
+            raise ValueError(f"a choice is {row.choice[:20]!r} in the format {row.format[:20]!r}")
+        numbers: Any = row.tile
+        if numbers is not None:
+            _check_whole(numbers.values(), MAX_TILE)
+            numbers = (Tile if row.format in ("", DENSE) else GpuTile)(**numbers)
+        rows.append(replace(row, tile=numbers))
+    return Table(tuple(rows), about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
 
 
 def read_example(content: Mapping[str, Any]) -> Example:

@@ -54,7 +54,6 @@ class Skeleton:
                 parameter.data = self.dense_weight(name, parameter.shape).to(parameter.device, parameter.dtype)
 
     def empty(self) -> None:
-        """Let go of the weights again."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name in self.matrices:
             parameters[name].data = nothing_like(parameters[name].detach(), parameters[name].shape)

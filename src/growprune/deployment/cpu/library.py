@@ -194,7 +194,6 @@ def find_compiler() -> Compiler:
 
 
 def digest(compiler: Compiler) -> str:
-    """Of everything that a library depends on."""
     texts = [*(path.name + path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir()) if path.is_file())]
     texts += [*compiler.command, compiler.version, *FLAGS, cpu_model()]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]

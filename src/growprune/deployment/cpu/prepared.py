@@ -170,12 +170,9 @@ class DenseLayer(Layer):
             found += self._bias.view(-1, 1)
         if residual is not None:
             found += residual
-        if self._activation is Activation.RELU:
-            found.relu_()
-        elif self._activation is Activation.RELU6:
-            found.clamp_(0, 6)
-        elif self._activation is Activation.GELU:
-            found = F.gelu(found)
+        if self._activation is not Activation.NONE:
+            ends: Any = {Activation.RELU: F.relu, Activation.RELU6: F.relu6, Activation.GELU: F.gelu}
+            found = ends[self._activation](found)
         out.copy_(found)
 
 

@@ -101,11 +101,13 @@ def lane_matrix(entries: SparseMatrix, *, lanes: int = 16, has_offsets: bool = T
         )
     order = entries.starts.diff().argsort(descending=True, stable=True)
     bounds, widths, num_slabs = _cut(entries, order, lanes, has_offsets=has_offsets)
-    unit, run, entry = _place(bounds, widths)
-    num_units = int(widths.sum())
-    columns, begins = entries.places[entry], bounds[:, :-1].reshape(-1)
+    begins, lengths = bounds[:, :-1].reshape(-1), bounds.diff().reshape(-1)
+    run = torch.repeat_interleave(torch.arange(len(begins), device=bounds.device), lengths)  # of each live weight
+    lane = torch.arange(len(run), device=bounds.device) - _starts(lengths)[run]
+    unit, entry = _starts(widths)[run // RUNS] + lane, begins[run] + lane
+    num_units, columns = int(widths.sum()), entries.places[entry]
     padded = torch.cat([entries.places, entries.places.new_zeros(1)])
-    first = torch.where(bounds.diff().reshape(-1) == 0, 0, padded[begins])  # the first column of each run
+    first = torch.where(lengths == 0, 0, padded[begins])  # the first column of each run
     values = entries.values.new_zeros(num_units * RUNS)
     values[unit * RUNS + run % RUNS] = entries.values[entry]
     index = torch.zeros(num_units * RUNS, dtype=torch.uint8 if has_offsets else torch.int16, device=order.device)
@@ -174,14 +176,6 @@ def _last_slab(begin: Tensor, end: Tensor, lanes: int, limits: Tensor | None) ->
         reaches = _runs(begin, end, narrower, limits)[:, RUNS] == end
         width = torch.where(reaches, narrower, width)
     return _runs(begin, end, width, limits), width
-
-
-def _place(bounds: Tensor, widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each live weight: its unit, its run (counted through all slabs), and which of the entries it is."""
-    begins, lengths = bounds[:, :-1].reshape(-1), bounds.diff().reshape(-1)
-    run = torch.repeat_interleave(torch.arange(len(begins), device=bounds.device), lengths)
-    lane = torch.arange(len(run), device=bounds.device) - _starts(lengths)[run]
-    return _starts(widths)[run // RUNS] + lane, run, begins[run] + lane
 
 
 def _starts(lengths: Tensor) -> Tensor:

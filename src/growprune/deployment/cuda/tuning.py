@@ -152,7 +152,6 @@ def choose(
 
 
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer of torch with these tensors."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]

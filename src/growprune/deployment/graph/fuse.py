@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,17 +36,13 @@ def layer(x: Any, residual: Any) -> Any:
     raise NotImplementedError
 
 
-def fuse(graph: fx.Graph, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
-    """Replace layers of a graph by fused ones.
-
-    Args:
-        names: by the placeholder of a parameter, its name in the model.
-    """
+def fuse(graph: fx.Graph, skeleton: Skeleton) -> None:
+    """Replace layers of a graph by fused ones."""
     for node in list(graph.nodes):
         make = LAYERS.get(node.target) if node.op == "call_function" else None
         if make is None or not are_float(node, *node.all_input_nodes):
             continue
-        if (found := make(node, _Weights(skeleton, names))) is not None:
+        if (found := make(node, skeleton)) is not None:
             x, fused = found
             chain, residual = _absorb(node, fused)
             with graph.inserting_before(chain[-1]):
@@ -58,54 +54,48 @@ def fuse(graph: fx.Graph, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> N
     graph.eliminate_dead_code()
 
 
-@dataclass(frozen=True)
-class _Weights:
-    skeleton: Skeleton
-    names: Mapping[fx.Node, str]
+def _sparse(node: Any, skeleton: Skeleton, *, transposed: bool = False) -> tuple[str, SparseMatrix] | None:
+    """The name and the matrix of a weight that is sparse enough."""
+    if not is_constant(node) or not node.meta["constant"].is_sparse:
+        return None
+    name = node.meta["constant"].name
+    if name is not None and (name in skeleton.transposed) == transposed:
+        return name, skeleton.matrices[name]
+    weight = constant(node)
+    if weight is None or weight.dim() < 2:
+        return None
+    matrix = matrix_of_zeros(weight, transposed=transposed)
+    return (node.name, matrix) if matrix.sparsity >= WORTHWHILE else None
 
-    def matrix(self, node: Any, *, transposed: bool = False) -> tuple[str, SparseMatrix] | None:
-        """The name and the matrix of a weight that is sparse enough."""
-        if not is_constant(node):
-            return None
-        name, is_sparse = node.meta["constant"].weight, node.meta["constant"].is_sparse
-        if name is not None and (name in self.skeleton.transposed) == transposed:
-            return name, self.skeleton.matrices[name]
-        if not is_sparse:
-            return None
-        weight = constant(node)
-        if weight is None or weight.dim() < 2:
-            return None
-        matrix = matrix_of_zeros(weight, transposed=transposed)
-        return (node.name, matrix) if matrix.sparsity >= WORTHWHILE else None
 
-    def dense(self, node: Any) -> tuple[str, SparseMatrix] | None:
-        weight = constant(node) if is_constant(node) else None
-        if weight is None:
-            return None
-        alive = torch.ones(weight.shape, dtype=torch.bool)
-        pattern = "8x1" if len(weight) >= 8 else "unstructured"  # the faster ones where all weights live
-        return self.names.get(node, node.name), from_dense(weight, alive, pattern=pattern)
+def _dense(node: Any) -> tuple[str, SparseMatrix] | None:
+    weight = constant(node) if is_constant(node) else None
+    if weight is None:
+        return None
+    alive = torch.ones(weight.shape, dtype=torch.bool)
+    pattern = "8x1" if len(weight) >= 8 else "unstructured"  # the faster ones where all weights live
+    return node.meta["constant"].name or node.name, from_dense(weight, alive, pattern=pattern)
 
 
 Made = tuple[fx.Node, Fused] | None
 
 
-def _linear(node: fx.Node, weights: _Weights) -> Made:
+def _linear(node: fx.Node, skeleton: Skeleton) -> Made:
     x, weight, bias = arguments(node, None, None, None)
-    return _product(x, weights.matrix(weight), bias)
+    return _product(x, _sparse(weight, skeleton), bias)
 
 
-def _addmm(node: fx.Node, weights: _Weights) -> Made:
+def _addmm(node: fx.Node, skeleton: Skeleton) -> Made:
     bias, x, weight = node.args
     if node.kwargs or not isinstance(bias, fx.Node) or bias.meta["val"].shape != node.meta["val"].shape[-1:]:
         return None
-    return _product(x, weights.matrix(weight, transposed=True), bias)
+    return _product(x, _sparse(weight, skeleton, transposed=True), bias)
 
 
-def _mm(node: fx.Node, weights: _Weights) -> Made:
+def _mm(node: fx.Node, skeleton: Skeleton) -> Made:
     x, weight = node.args
     is_matrix = isinstance(weight, fx.Node) and weight.meta["val"].dim() == 2
-    return _product(x, weights.matrix(weight, transposed=True), None) if is_matrix else None
+    return _product(x, _sparse(weight, skeleton, transposed=True), None) if is_matrix else None
 
 
 def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
@@ -119,15 +109,15 @@ def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
     return x, Fused(name.removesuffix(".weight"), matrix, geometry, constant(bias), True, axis=len(shape) - 1)
 
 
-def _conv2d(node: fx.Node, weights: _Weights) -> Made:
+def _conv2d(node: fx.Node, skeleton: Skeleton) -> Made:
     x, weight, bias, stride, padding, dilation, groups = arguments(node, None, None, None, 1, 0, 1, 1)
     is_known = (bias is None or is_constant(bias)) and not is_constant(x) and x.meta["val"].dim() == 4
     is_known &= groups == 1 or groups == x.meta["val"].shape[1] == weight.meta["val"].shape[0]
     padding = _padding(padding, weight.meta["val"].shape[2:], dilation) if is_known else None
     if padding is None or not x.meta["val"].numel():
         return None
-    sparse = weights.matrix(weight)
-    found = sparse or weights.dense(weight)
+    sparse = _sparse(weight, skeleton)
+    found = sparse or _dense(weight)
     if found is None:
         return None
     batch, channels, height, width = x.meta["val"].shape
@@ -171,7 +161,7 @@ def _padding(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int] | None
     return pair(padding)
 
 
-LAYERS: dict[Any, Callable[[fx.Node, _Weights], Made]] = {
+LAYERS: dict[Any, Callable[[fx.Node, Skeleton], Made]] = {
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
     aten.mm.default: _mm,

@@ -35,8 +35,6 @@ SAFE: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_vi
 
 
 class Lowering:
-    """Goes through a graph from its inputs to its outputs."""
-
     def __init__(self, traced: Traced, known: dict[Any, Callable[[Lowering, fx.Node], Value | None]]) -> None:
         self.traced, self.known, self.done = traced, known, Lowered()
         self.values: dict[fx.Node, Value] = {}
@@ -69,7 +67,6 @@ class Lowering:
         return constant(argument) if is_constant(argument) else self.values[argument]
 
     def stored(self, argument: Any) -> Stored | None:
-        """An argument that is stored."""
         value = self.value(argument)
         return value if isinstance(value, Stored) else None
 
@@ -88,7 +85,6 @@ class Lowering:
         self.done.steps.append(step)
 
     def copy(self, value: Value, place: Strides) -> Stored:
-        """A value at a new place."""
         target = self.store(place)
         self.add(CopyStep(value, target))
         return target

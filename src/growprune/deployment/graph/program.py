@@ -37,11 +37,9 @@ class Memory:
         return self.arena.as_strided(*shape, self.offsets[value.buffer] + value.place.offset)
 
     def bound(self, value: Value) -> Value:
-        """A stored value as a tensor; any other as it is."""
         return self.tensor(value) if isinstance(value, Stored) else value
 
     def filled(self, value: Value) -> Value:
-        """The present value of a slot; any other as it is."""
         return self.slots[value.slot] if isinstance(value, InSlot) else value
 
     def owns(self, result: Any) -> bool:
@@ -113,14 +111,9 @@ class TorchStep:
         has_slots = any(isinstance(leaf, InSlot) for leaf in given)
         copies = None if any(isinstance(leaf, Stored) for leaf in given) else False  # None: the first result tells
 
-        def call() -> Any:
-            return function(*args, **kwargs)
-
-        def call_with_slots() -> Any:
-            positional, named = mapped((args, kwargs), memory.filled)
+        def run() -> Any:
+            positional, named = mapped((args, kwargs), memory.filled) if has_slots else (args, kwargs)
             return function(*positional, **named)
-
-        run = call_with_slots if has_slots else call
 
         def to_slot() -> None:
             nonlocal copies

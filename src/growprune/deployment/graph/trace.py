@@ -148,8 +148,8 @@ class Constant:
     """A tensor that is the same for all inputs. It is made when it is asked for, since a sparse weight is large."""
 
     make: Callable[[], Tensor]
-    weight: str | None = None
-    """The sparse weight that it is, as it is."""
+    name: str | None = None
+    """The parameter that it is, as it is."""
     is_sparse: bool = False
     """Whether it is a sparse weight, or made of some."""
 
@@ -163,11 +163,9 @@ def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, s
     for node in traced.graph.nodes:
         if node in traced.tensors:
             tensor, name = traced.tensors[node], names.get(node, "")
-            if name in skeleton.matrices:
-                make = functools.partial(skeleton.dense_weight, name, tensor.shape)
-                node.meta["constant"] = Constant(make, name, is_sparse=True)
-            else:
-                node.meta["constant"] = Constant(tensor.detach)
+            is_sparse = name in skeleton.matrices
+            make = functools.partial(skeleton.dense_weight, name, tensor.shape) if is_sparse else tensor.detach
+            node.meta["constant"] = Constant(make, name or None, is_sparse)
         elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
             is_sparse = any(n.meta["constant"].is_sparse for n in node.all_input_nodes)
 
