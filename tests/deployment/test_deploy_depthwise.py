@@ -8,31 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_kernels import GAP, finish, kernels, spaced  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
-from growprune.deployment.cpu import library
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.library import BuildError, find_compiler
 from growprune.deployment.cpu.matrix import from_dense
-from growprune.deployment.cpu.prepared import Activation, DepthwiseLayer, LayerSpec, bind_repeat
+from growprune.deployment.cpu.prepared import Activation, DepthwiseLayer, LayerSpec
 from growprune.deployment.graph.program import CallStep, Lowered, Program, TorchStep, is_ours
-from growprune.errors import GrowpruneError
-
-GAP = 3
-"""Columns between the rows of tensors, which nobody may read or write."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    try:
-        find_compiler()
-    except BuildError as error:
-        pytest.skip(f"the kernels cannot be built here: {error}")
-    library.library()
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -41,13 +27,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def spaced(tensor: Tensor) -> Tensor:
-    """The same matrix, its rows apart, and NaN between them."""
-    wide = torch.full((tensor.shape[0], tensor.shape[1] + GAP), float("nan"))
-    wide[:, : tensor.shape[1]] = tensor
-    return wide[:, : tensor.shape[1]]
 
 
 def spec_of(weight: Tensor, geometry: Geometry, **options: Any) -> LayerSpec:
@@ -61,8 +40,7 @@ def expected(spec: LayerSpec, weight: Tensor, x: Tensor, residual: Tensor | None
     bias = None if spec.bias is None else spec.bias.double()
     found = F.conv2d(images, weight.double(), bias, g.stride, g.padding, g.dilation, g.channels)
     sums = found.transpose(0, 1).flatten(1) + (0 if residual is None else residual.double())
-    ends = {Activation.NONE: sums, Activation.RELU: sums.relu(), Activation.GELU: F.gelu(sums)}
-    return {**ends, Activation.RELU6: F.relu6(sums)}[spec.activation]
+    return finish(sums, spec.activation)
 
 
 def expect_same_as_torch(geometry: Geometry, num_threads: int, activation: Activation, has_residual: bool) -> None:
@@ -96,16 +74,6 @@ def test_a_depthwise_convolution_is_that_of_torch(
     geometry: Geometry, num_threads: int, end: Activation, residual: bool
 ) -> None:
     expect_same_as_torch(geometry, num_threads, end, residual)
-
-
-@pytest.mark.parametrize("kernel", [3, 5])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("size", [(150, 141), (33, 400), (5, 5), (16, 16), (1, 9000)])
-def test_large_images_are_done_in_bands_of_rows_and_small_ones_several_at_a_time(
-    kernel: int, stride: int, size: tuple[int, int]
-) -> None:
-    geometry = Geometry(21, 1, *size, (kernel, kernel), (stride, stride), (kernel // 2, kernel // 2))
-    expect_same_as_torch(geometry, 2, Activation.RELU6, False)
 
 
 # Whole models
@@ -151,8 +119,7 @@ class MobileBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x + self.narrow(F.relu6(self.each(F.relu6(self.wide(x)))))
-        small = F.max_pool2d(y, 2)
-        return self.down(torch.cat([y, F.interpolate(small, scale_factor=2.0)], 1))  # type: ignore[no-any-return]
+        return self.down(torch.cat([y, F.max_pool2d(y, 3, 1, 1)], 1))  # type: ignore[no-any-return]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -187,18 +154,6 @@ class Joined(nn.Module):
 
 def test_channels_of_whatever_lies_elsewhere_are_joined() -> None:
     assert deployed(Joined(), torch.randn(2, 3, 5, 6)).table.in_torch == ("flip", "cat")
-
-
-@pytest.mark.parametrize("times", [(1, 1), (2, 2), (3, 1), (1, 4)])
-def test_numbers_are_repeated_in_blocks(times: tuple[int, int]) -> None:
-    x = torch.randn(3, 2 * 4 * 5)
-    apart = spaced(x)
-    out = torch.empty(3, 2 * 4 * times[0] * 5 * times[1])
-    bind_repeat(Geometry(3, 2, 4, 5), times, apart, out)()
-    images = x.view(3, 2, 4, 5).repeat_interleave(times[0], 2).repeat_interleave(times[1], 3)
-    assert torch.equal(out, images.flatten(1))
-    with pytest.raises(GrowpruneError, match="out is"):
-        bind_repeat(Geometry(3, 2, 4, 5), times, x, torch.empty(3, 7))
 
 
 # Threads

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_kernels import GAP, finish, kernels, spaced  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ import growprune as gp
 from growprune.deployment.cpu import library, prepared, tuning
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import BuildError, Library, Tile, find_compiler
-from growprune.deployment.cpu.matrix import SparseMatrix, from_dense, from_live
+from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
 from growprune.deployment.cpu.prepared import (
     Activation,
     DenseLayer,
@@ -30,20 +31,6 @@ from growprune.deployment.skeleton import skeleton_of
 from growprune.errors import GrowpruneError
 
 PATTERNS = {"unstructured": (1, 1), "1x8": (1, 8), "8x1": (8, 1)}
-GAP = 3
-"""Columns between the rows of tensors in tests, which nobody may read or write."""
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Library:
-    try:
-        find_compiler()
-    except BuildError as error:
-        pytest.skip(f"the kernels cannot be built here: {error}")
-    return library.library()
-
-
-pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def weight_and_mask(shape: tuple[int, ...], pattern: str, density: float) -> tuple[Tensor, Tensor]:
@@ -56,26 +43,10 @@ def weight_and_mask(shape: tuple[int, ...], pattern: str, density: float) -> tup
     return torch.randn(shape) * mask, mask
 
 
-def spaced(tensor: Tensor, gap: float = float("nan")) -> Tensor:
-    """The same matrix, its rows apart, and something between them that must not matter."""
-    wide = torch.full((tensor.shape[0], tensor.shape[1] + GAP), gap)
-    wide[:, : tensor.shape[1]] = tensor
-    return wide[:, : tensor.shape[1]]
-
-
 def run(layer: Layer, x: Tensor) -> Tensor:
     out = torch.empty(layer.rows, layer.geometry.columns)
     layer.bind(x, out)()
     return out
-
-
-def finish(sums: Tensor, activation: Activation) -> Tensor:
-    return {
-        Activation.NONE: sums,
-        Activation.RELU: sums.relu(),
-        Activation.GELU: F.gelu(sums),
-        Activation.RELU6: F.relu6(sums),
-    }[activation]
 
 
 def expect_close(found: Tensor, expected: Tensor, scale: Tensor) -> None:
@@ -260,28 +231,6 @@ def test_pools_are_those_of_torch(geometry: Geometry, ceil_mode: bool, counts_pa
     torch.testing.assert_close(found.double(), means.transpose(0, 1).flatten(1), atol=1e-6, rtol=1e-5)
 
 
-def test_a_matrix_has_its_blocks_row_by_row_and_zeros_where_they_overhang() -> None:
-    weight = torch.zeros(9, 3)
-    weight[:8, 1] = torch.arange(1.0, 9.0)
-    weight[8, 2] = 9.0
-    tall = from_dense(weight, pattern="8x1")
-    assert (tall.starts.tolist(), tall.places.tolist()) == ([0, 1, 2], [1, 2])
-    assert tall.values.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0, 0, 0, 0, 0]
-    wide = from_dense(weight.t(), pattern="1x8")
-    assert (wide.starts.tolist(), wide.places.tolist()) == ([0, 0, 1, 2], [0, 1])
-    assert (wide.num_alive, wide.rows, wide.columns) == (9, 3, 9)
-
-
-def test_a_transposed_weight_and_one_with_its_inputs_last_give_the_same_matrix() -> None:
-    weight, mask = weight_and_mask((6, 16, 3, 3), "unstructured", 0.3)
-    expected = from_dense(weight, mask).dense()
-    assert torch.equal(expected, weight.movedim(1, -1).reshape(6, -1))
-    across, over = weight.transpose(0, 1).contiguous(), mask.transpose(0, 1).contiguous()
-    assert torch.equal(from_dense(across, over, transposed=True).dense(), expected)
-    live = weight.movedim(1, -1)[mask.movedim(1, -1)]
-    assert torch.equal(from_live(live, mask, inputs_last=True).dense(), expected)
-
-
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 @pytest.mark.parametrize("pattern", [*PATTERNS, "2:4"])
 def test_modules_give_the_very_weights_they_hold(pattern: str, storage: str) -> None:
@@ -353,7 +302,7 @@ def test_tiles_masks_and_biases_that_do_not_fit_are_refused() -> None:
             NativeLayer(LayerSpec("", matrix, geometry), tile)
     with pytest.raises(GrowpruneError, match="bias has shape"):
         made(NativeLayer, matrix, geometry, bias=torch.ones(4))
-    with pytest.raises(GrowpruneError, match="5 values do not fit"):
-        from_live(torch.ones(5), torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(GrowpruneError, match=r"a mask of shape \(3, 2\) does not fit a weight of shape \(2, 2\)"):
+        from_dense(torch.ones(2, 2), torch.ones(3, 2, dtype=torch.bool))
     with pytest.raises(GrowpruneError, match="no output"):
         Geometry(3, 1, 2, 2, kernel=(5, 5))

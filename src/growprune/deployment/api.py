@@ -12,7 +12,7 @@ from torch import nn
 
 from growprune.deployment.cpu.library import BuildError, Tile, library
 from growprune.deployment.cpu.tuning import seconds_in_turns
-from growprune.deployment.cuda.swapping import deploy_linears
+from growprune.deployment.cuda.tuning import deploy_linears
 from growprune.deployment.deployed import Deployed, Swapped
 from growprune.deployment.deployed_folder import (
     ABOUT,
@@ -278,7 +278,6 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
 
 
 def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
-    """What a sparse file says of the model."""
     if not isinstance(model, SparseModel):
         return {}
     names = ("allocation", "pattern", "keep_dense", "include", "seed")

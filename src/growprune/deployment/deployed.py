@@ -31,7 +31,7 @@ class Replaced:
     name: str
     part: nn.Module
     module: nn.Module
-    """The module, whose sparse weight may hold nothing; see `Skeleton.fill_in`."""
+    """Its sparse weight may hold nothing; see `Skeleton.fill_in`."""
 
 
 @dataclass

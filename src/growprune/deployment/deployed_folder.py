@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import astuple, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from growprune.deployment.cpu.library import Tile, cpu_model
+from growprune.deployment.cuda.formats import DENSE, FORMATS
 from growprune.deployment.cuda.products import Tile as GpuTile
-from growprune.deployment.cuda.tuning import DENSE, FORMATS
 from growprune.deployment.example import Example
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton
@@ -121,20 +121,16 @@ def damaged(folder: Path, why: str) -> GrowpruneError:
 
 
 def read_table(about: Mapping[str, Any]) -> Table:
-    return Table(tuple(map(_row, about["rows"])), about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
-
-
-def _row(about: Mapping[str, Any]) -> Row:
-    row = Row(**about)
-    if row.choice not in CHOICES or row.format not in ("", DENSE, *FORMATS):
-        raise ValueError(f"a choice is {row.choice[:20]!r} in the format {row.format[:20]!r}")
-    if about["tile"] is None:
-        return row
-    kind: Any = Tile if row.format in ("", DENSE) else GpuTile
-    tile = kind(**about["tile"])
-    for number in astuple(tile):
-        _check_whole(number, MAX_TILE)
-    return replace(row, tile=tile)
+    rows = []
+    for row in (Row(**one) for one in about["rows"]):
+        if row.choice not in CHOICES or row.format not in ("", DENSE, *FORMATS):
+            raise ValueError(f"a choice is {row.choice[:20]!r} in the format {row.format[:20]!r}")
+        numbers: Any = row.tile
+        if numbers is not None:
+            _check_whole(numbers.values(), MAX_TILE)
+            numbers = (Tile if row.format in ("", DENSE) else GpuTile)(**numbers)
+        rows.append(replace(row, tile=numbers))
+    return Table(tuple(rows), about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
 
 
 def read_example(content: Mapping[str, Any]) -> Example:
@@ -147,8 +143,7 @@ def read_example(content: Mapping[str, Any]) -> Example:
 
 def _tensor(shape: list[int], name: str) -> Tensor:
     dtype = getattr(torch, name)
-    for size in shape:
-        _check_whole(size, 1 << 40)
+    _check_whole(shape, 1 << 40)
     if not isinstance(dtype, torch.dtype) or len(shape) > 64:
         raise TypeError(f"a tensor is {len(shape)}-dimensional and of {name!r}")
     if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
@@ -156,6 +151,7 @@ def _tensor(shape: list[int], name: str) -> Tensor:
     return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
-def _check_whole(number: object, high: int) -> None:
-    if not isinstance(number, int) or not 0 <= number <= high:
-        raise ValueError(f"{str(number)[:20]} is not an integer from 0 to {high}")
+def _check_whole(numbers: Iterable[object], high: int) -> None:
+    for number in numbers:
+        if not isinstance(number, int) or not 0 <= number <= high:
+            raise ValueError(f"{str(number)[:20]} is not an integer from 0 to {high}")

@@ -46,7 +46,6 @@ class Example:
 
     @torch.no_grad()
     def call(self, module: nn.Module) -> Any:
-        """What a module returns for it."""
         return module(*self.args, **self.kwargs)
 
     def outside_inference_mode(self) -> Example:
@@ -54,7 +53,6 @@ class Example:
         return self.mapped(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x)
 
     def mapped(self, change: Any) -> Example:
-        """With each leaf changed."""
         return Example(*pytree.tree_map(change, (self.args, self.kwargs)))
 
 

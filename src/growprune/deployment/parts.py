@@ -53,7 +53,6 @@ class _InPlaceOf(nn.Module):
             return getattr(self.__dict__["_module"], name)
 
     def _plan(self, key: object, make: Callable[[], Any]) -> Any:
-        """The plan for a key, made if it is not kept."""
         if key not in self.plans:
             with torch.inference_mode(False), torch.no_grad():  # its memory is written to in any mode later
                 self.plans[key] = make()
@@ -115,7 +114,7 @@ class Part(_InPlaceOf):
         names = {node: parameters[id(t)] for node, t in traced.tensors.items() if id(t) in parameters}
         drop_identities(traced.graph)
         fold_constants(traced, skeleton, names)
-        fuse(traced.graph, skeleton, names)
+        fuse(traced.graph, skeleton)
         lowered = Lowering(traced, KNOWN).run()
         specs, all_else_is_ours = [step.fused for step in lowered.layers], is_ours(lowered.steps)
         options: Any = {"threads": torch.get_num_threads(), "known": self._known, "all_else_is_ours": all_else_is_ours}
@@ -233,7 +232,6 @@ def deploy_parts(
         return part if any(row.choice != "torch" for row in planned.rows) else None
 
     def walk(module: nn.Module, path: str) -> None:
-        """Go down the tree of modules until something can be deployed."""
         for name, child in list(module.named_children()):
             below = f"{path}.{name}" if path else name
             num_weights = sum(weight.startswith(f"{below}.") for weight in skeleton.matrices)

@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.cpu.matrix import (
-    WORTHWHILE,
-    SparseMatrix,
-    block_of,
-    from_dense,
-    from_live,
-    matrix_of_zeros,
-    pattern_of,
-)
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, block_of, from_dense, pattern_of
 from growprune.deployment.cuda.formats import MOST_COLUMNS
 from growprune.deployment.cuda.products import DTYPES
 from growprune.masks.layers import Weight, dense_shape, layer_weights, shape_of
@@ -62,7 +54,6 @@ class Skeleton:
                 parameter.data = self.dense_weight(name, parameter.shape).to(parameter.device, parameter.dtype)
 
     def empty(self) -> None:
-        """Let go of the weights again."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name in self.matrices:
             parameters[name].data = nothing_like(parameters[name].detach(), parameters[name].shape)
@@ -117,24 +108,19 @@ def _matrix(
     """A parameter of a module in either storage. Without a SparseModel, the zeros of a dense one are dead."""
     values, layout = module._parameters[local], layouts_of(module).get(local)
     assert values is not None
-    transposed = any(weight.transposed for weight in weights)
-    if layout is None and sparse is None:
-        dense = values.detach().cpu()
-        return from_dense(dense, transposed=transposed) if for_gpu else matrix_of_zeros(dense, transposed=transposed)
-    if layout is None:
-        assert sparse is not None
-        mask = sparse.stored[weights[0].parameter].mask().clone()
+    if layout is not None:
+        dense, mask = layout.expand(values.detach()), layout.mask()
     else:
-        mask = layout.mask()
+        dense, mask = values, values != 0 if sparse is None else sparse.stored[weights[0].parameter].mask()
+    transposed = any(weight.transposed for weight in weights)
     pattern: Pattern = Unstructured()
-    if not for_gpu:
-        pattern = pattern_of(mask.t() if transposed else mask) if sparse is None else sparse.pattern
-        height, _ = block_of(pattern)
-        if any(weight.rows is not None and weight.rows[0] % height for weight in weights):
-            pattern = Unstructured()  # several matrices one below the other: blocks would reach into the next
-    if layout is None:
-        return from_dense(values, mask, pattern=pattern, transposed=transposed)
-    return from_live(values, mask, pattern=pattern, transposed=transposed, inputs_last=layout.is_folded)
+    if sparse is None and not for_gpu:
+        pattern = pattern_of(mask.t() if transposed else mask)
+    elif sparse is not None and not for_gpu:
+        height, _ = block_of(sparse.pattern)
+        if all(weight.rows is None or weight.rows[0] % height == 0 for weight in weights):
+            pattern = sparse.pattern  # else several matrices lie one below the other: blocks would reach into the next
+    return from_dense(dense, mask, pattern=pattern, transposed=transposed)
 
 
 def blank_copy(module: nn.Module) -> nn.Module:

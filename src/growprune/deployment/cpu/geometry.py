@@ -36,9 +36,6 @@ class Geometry:
         return cls(features, 1, 1, columns)
 
     def __post_init__(self) -> None:
-        sizes = (self.channels, self.batch, self.height, self.width, *self.kernel, *self.stride, *self.dilation)
-        if min(sizes) < 1 or min(self.padding) < 0 or max(sizes) >= 1 << 31:
-            raise GrowpruneError(f"{self} is no geometry: sizes must be at least 1, and padding at least 0")
         if min(self.out_size) < 1:
             raise GrowpruneError(f"{self} has no output: its kernel is larger than its input with padding")
         if self.in_columns >= 1 << 31 or self.columns >= 1 << 31:

@@ -52,13 +52,11 @@ class _Matrix(ctypes.Structure):
 
 
 class _Geometry(ctypes.Structure):
+    """Height and width of the last five are one after the other."""
+
     _fields_ = (
         *((name, c_int32) for name in ("channels", "batch", "height", "width")),
-        *(
-            (f"{name}_{axis}", c_int32)
-            for name in ("kernel", "stride", "padding", "dilation", "out")
-            for axis in ("height", "width")
-        ),
+        *((name, 2 * c_int32) for name in ("kernel", "stride", "padding", "dilation", "out")),
     )
 
 
@@ -95,7 +93,6 @@ class Library:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         strided = (c_void_p, c_int64)
-        images = (POINTER(_Geometry), *strided, *strided)
         self.lanes = int(library.gp_lanes())
         self.prepare = _typed(
             library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(TileStruct), c_void_p, c_int
@@ -107,8 +104,8 @@ class Library:
         )
         self.begin_alone = _typed(library.gp_begin_alone, c_int)
         self.end_alone = _typed(library.gp_end_alone, None, c_int)
-        self.repeat = _typed(library.gp_repeat, None, *images, c_int)
-        self.pool = _typed(library.gp_pool, None, *images, c_int, c_int, c_int)
+        self.copy = _typed(library.gp_copy, None, c_int64, c_int64, *strided, *strided, c_int)
+        self.pool = _typed(library.gp_pool, None, POINTER(_Geometry), *strided, *strided, c_int, c_int, c_int)
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
@@ -125,7 +122,7 @@ def matrix_struct(matrix: SparseMatrix) -> _Matrix:
 
 def geometry_struct(geometry: Geometry) -> _Geometry:
     g = geometry
-    return _Geometry(g.channels, g.batch, g.height, g.width, *g.kernel, *g.stride, *g.padding, *g.dilation, *g.out_size)
+    return _Geometry(g.channels, g.batch, g.height, g.width, g.kernel, g.stride, g.padding, g.dilation, g.out_size)
 
 
 def strided(tensor: Tensor | None) -> tuple[int | None, int]:
@@ -197,7 +194,6 @@ def find_compiler() -> Compiler:
 
 
 def digest(compiler: Compiler) -> str:
-    """Of everything that a library depends on."""
     texts = [*(path.name + path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir()) if path.is_file())]
     texts += [*compiler.command, compiler.version, *FLAGS, cpu_model()]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]

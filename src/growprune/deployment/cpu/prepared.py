@@ -170,12 +170,9 @@ class DenseLayer(Layer):
             found += self._bias.view(-1, 1)
         if residual is not None:
             found += residual
-        if self._activation is Activation.RELU:
-            found.relu_()
-        elif self._activation is Activation.RELU6:
-            found.clamp_(0, 6)
-        elif self._activation is Activation.GELU:
-            found = F.gelu(found)
+        if self._activation is not Activation.NONE:
+            ends: Any = {Activation.RELU: F.relu, Activation.RELU6: F.relu6, Activation.GELU: F.gelu}
+            found = ends[self._activation](found)
         out.copy_(found)
 
 
@@ -196,13 +193,11 @@ def bind_pool(
     return partial(library().pool, *given, threads or torch.get_num_threads())
 
 
-def bind_repeat(geometry: Geometry, times: tuple[int, int], x: Tensor, out: Tensor) -> Callable[[], object]:
-    """A call that repeats each number of images in a block, as nearest neighbours are; (1, 1) copies."""
-    g = geometry
-    check_matrix("x", x, g.channels, g.in_columns)
-    check_matrix("out", out, g.channels, g.in_columns * times[0] * times[1])
-    sizes = geometry_struct(dataclasses.replace(g, stride=times))
-    return partial(library().repeat, sizes, *strided(x), *strided(out), torch.get_num_threads())
+def bind_copy(x: Tensor, out: Tensor) -> Callable[[], object]:
+    """A call that copies a matrix to another of its shape."""
+    check_matrix("x", x, *out.shape)
+    check_matrix("out", out, *x.shape)
+    return partial(library().copy, *x.shape, *strided(x), *strided(out), torch.get_num_threads())
 
 
 def check_matrix(name: str, tensor: Tensor, rows: int, columns: int) -> None:

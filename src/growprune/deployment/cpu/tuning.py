@@ -44,7 +44,10 @@ def choose(
         all_else_is_ours: whether torch computes nothing else, so that a few slower layers are worth to do without it.
     """
     end = time.perf_counter() + seconds
-    keys = [_key(spec) for spec in specs]
+    keys = []
+    for spec in specs:  # layers of one kind are cut up alike
+        about = spec.weight.rows, spec.weight.height, spec.weight.width, round(spec.weight.sparsity, 1)
+        keys.append((spec.geometry, *about, spec.activation, spec.is_sparse))
     tiles: dict[object, Tile] = {}
     share = seconds / 2 / max(1, len({key for spec, key in zip(specs, keys, strict=True) if not spec.is_depthwise}))
     ours: list[Layer] = []
@@ -88,20 +91,11 @@ def choose(
     return chosen
 
 
-def _key(spec: LayerSpec) -> object:
-    """Layers of one kind are cut up alike."""
-    weight = spec.weight
-    about = (weight.rows, weight.height, weight.width, round(weight.sparsity, 1))
-    return spec.geometry, *about, spec.activation, spec.is_sparse
-
-
 # Timing
 
 
-def torch_and_our_seconds(spec: LayerSpec, ours: Layer, seconds: float) -> tuple[float, float]:
-    """How long a call takes in torch, dense, and on our kernels."""
-    first, second = _quickest([DenseLayer(spec), ours], seconds)
-    return first, second
+def torch_and_our_seconds(spec: LayerSpec, ours: Layer, seconds: float) -> list[float]:
+    return _quickest([DenseLayer(spec), ours], seconds)
 
 
 def fastest_tile(spec: LayerSpec, threads: int, seconds: float) -> Tile:
@@ -119,7 +113,6 @@ def fastest_tile(spec: LayerSpec, threads: int, seconds: float) -> Tile:
 
 
 def _quickest(layers: Sequence[Layer], seconds: float) -> list[float]:
-    """How long a call of each layer takes at its quickest."""
     geometry = layers[0].geometry
     x, out = torch.randn(geometry.channels, geometry.in_columns), torch.empty(layers[0].rows, geometry.columns)
     return [min(taken) for taken in seconds_in_turns([layer.bind(x, out) for layer in layers], seconds)]
@@ -155,22 +148,17 @@ def candidates(matrix: SparseMatrix, geometry: Geometry, threads: int) -> list[T
     shapes: tuple[tuple[int, int], ...] = SHAPES_OF_EIGHT if matrix.height == 8 else SHAPES
     if lanes < longest:
         shapes = ((1, LARGEST_OFFSET),)
-    tiles = (
+    num_vectors, width, fitting = -(-geometry.columns // lanes), matrix.width, []
+    for vectors, k_block in shapes:
+        # no more vectors than there are columns for, shared evenly by the panels; no more rows of X than there are
+        vectors = -(-num_vectors // -(-num_vectors // vectors))
+        k_block = min(k_block, LARGEST_OFFSET // (vectors * lanes) + 1, max(1, -(-matrix.columns // width)) * width)
+        fitting.append((vectors, k_block // width * width))
+    return [
         Tile(lanes, vectors, k_block, row_chunks, threads)
-        for vectors, k_block in dict.fromkeys(_fit(matrix, geometry, lanes, *shape) for shape in shapes)
+        for vectors, k_block in dict.fromkeys(fitting)
         for row_chunks in _row_chunks(-(-geometry.columns // (lanes * vectors)), threads)
-    )
-    return list(tiles)
-
-
-def _fit(matrix: SparseMatrix, geometry: Geometry, lanes: int, vectors: int, k_block: int) -> tuple[int, int]:
-    """No more vectors than there are columns for, shared evenly by the panels; no more rows of X than there are."""
-    num_vectors = -(-geometry.columns // lanes)
-    num_panels = -(-num_vectors // vectors)
-    vectors = -(-num_vectors // num_panels)
-    width = matrix.width
-    k_block = min(k_block, LARGEST_OFFSET // (vectors * lanes) + 1, max(1, -(-matrix.columns // width)) * width)
-    return vectors, k_block // width * width
+    ]
 
 
 def _row_chunks(num_panels: int, threads: int) -> Iterator[int]:

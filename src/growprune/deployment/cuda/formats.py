@@ -20,7 +20,9 @@ Rows lie sorted by length, longest first, so that those of one program are alike
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,9 +101,13 @@ def lane_matrix(entries: SparseMatrix, *, lanes: int = 16, has_offsets: bool = T
         )
     order = entries.starts.diff().argsort(descending=True, stable=True)
     bounds, widths, num_slabs = _cut(entries, order, lanes, has_offsets=has_offsets)
-    unit, run, entry = _place(bounds, widths)
-    num_units = int(widths.sum())
-    columns, first = entries.places[entry], _first_columns(entries.places, bounds)
+    begins, lengths = bounds[:, :-1].reshape(-1), bounds.diff().reshape(-1)
+    run = torch.repeat_interleave(torch.arange(len(begins), device=bounds.device), lengths)  # of each live weight
+    lane = torch.arange(len(run), device=bounds.device) - _starts(lengths)[run]
+    unit, entry = _starts(widths)[run // RUNS] + lane, begins[run] + lane
+    num_units, columns = int(widths.sum()), entries.places[entry]
+    padded = torch.cat([entries.places, entries.places.new_zeros(1)])
+    first = torch.where(lengths == 0, 0, padded[begins])  # the first column of each run
     values = entries.values.new_zeros(num_units * RUNS)
     values[unit * RUNS + run % RUNS] = entries.values[entry]
     index = torch.zeros(num_units * RUNS, dtype=torch.uint8 if has_offsets else torch.int16, device=order.device)
@@ -172,20 +178,12 @@ def _last_slab(begin: Tensor, end: Tensor, lanes: int, limits: Tensor | None) ->
     return _runs(begin, end, width, limits), width
 
 
-def _place(bounds: Tensor, widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each live weight: its unit, its run (counted through all slabs), and which of the entries it is."""
-    begins, lengths = bounds[:, :-1].reshape(-1), bounds.diff().reshape(-1)
-    run = torch.repeat_interleave(torch.arange(len(begins), device=bounds.device), lengths)
-    lane = torch.arange(len(run), device=bounds.device) - _starts(lengths)[run]
-    return _starts(widths)[run // RUNS] + lane, run, begins[run] + lane
-
-
-def _first_columns(places: Tensor, bounds: Tensor) -> Tensor:
-    """int32, of each run; 0 of an empty one."""
-    begins, is_empty = bounds[:, :-1].reshape(-1), bounds.diff().reshape(-1) == 0
-    padded = torch.cat([places, places.new_zeros(1)])
-    return torch.where(is_empty, 0, padded[begins])
-
-
 def _starts(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+FORMATS: Mapping[str, Callable[[SparseMatrix], LaneMatrix]] = {
+    "offsets": lane_matrix,
+    "columns": partial(lane_matrix, has_offsets=False),
+}
+DENSE = "dense"

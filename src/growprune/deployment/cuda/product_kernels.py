@@ -44,50 +44,35 @@ def _lanes_kernel(
     STEPS: tl.constexpr,
     PINNED: tl.constexpr,
 ):
-    exists, first, slab, count, place = _rows(unit_starts, slab_starts, order, num_rows, ROWS)
-    begin = tl.program_id(1) * split_units
-    count = tl.minimum(count, begin + split_units)
-    x += tl.program_id(2) * num_columns * BATCH
-    sums = tl.zeros([WIDTH, ROWS] if BATCH == 1 else [WIDTH, ROWS, BATCH], tl.float32)
-    for unit in range(begin, tl.max(count, 0), WIDTH * STEPS):
-        loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, WIDTH, STEPS)
-        if PINNED:
-            tl.debug_barrier()  # loads do not move past it, so all of them are on their way before the first is used
-        for step in tl.static_range(STEPS):
-            sums = _add_products(sums, x, loaded[step], values.dtype.element_ty, BATCH, OFFSETS)
-    out += tl.program_id(1).to(tl.int64) * batch * num_rows + place
-    total = tl.sum(sums, 0)
-    _store_lanes(out, total.to(out.dtype.element_ty), exists, num_rows, batch, BATCH)
-
-
-@triton.jit
-def _rows(unit_starts, slab_starts, order, num_rows, ROWS: tl.constexpr):
-    """Which of a program's rows exist; of each the first unit, the slab, how many units, and where its sum goes."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     first = tl.load(unit_starts + row, mask=exists, other=0)
     slab = tl.load(slab_starts + row, mask=exists, other=0)
     count = tl.load(unit_starts + row + 1, mask=exists, other=0) - first
-    place = tl.load(order + row, mask=exists, other=0)
-    return exists, first, slab, count, place
-
-
-@triton.jit
-def _add_products(sums, x, unit, dtype: tl.constexpr, BATCH: tl.constexpr, OFFSETS: tl.constexpr):
-    """The products of a unit's eight values with their inputs, which are all loaded before the first is used."""
-    base, index_words, weights = unit
-    columns = _columns(base, index_words, OFFSETS)
-    inputs = ()
-    for run in tl.static_range(8):
-        inputs = inputs + (_inputs(x, _half(columns, run), BATCH),)
-    for run in tl.static_range(8):
-        weight = _weight(weights, run, dtype)
-        sums += (weight if BATCH == 1 else weight[:, :, None]) * inputs[run].to(tl.float32)
-    return sums
-
-
-@triton.jit
-def _store_lanes(out, total, exists, num_rows, batch, BATCH: tl.constexpr):
+    place = tl.load(order + row, mask=exists, other=0)  # where a row's sum goes
+    begin = tl.program_id(1) * split_units
+    count = tl.minimum(count, begin + split_units)
+    x += tl.program_id(2) * num_columns * BATCH
+    sums = tl.zeros([WIDTH, ROWS] if BATCH == 1 else [WIDTH, ROWS, BATCH], tl.float32)
+    for unit in range(begin, tl.max(count, 0), WIDTH * STEPS):
+        loaded = ()  # what threads need of their next units: first columns, columns or offsets, and values
+        for step in tl.static_range(STEPS):
+            mine = unit + step * WIDTH + tl.arange(0, WIDTH)[:, None]
+            at, is_live = first[None, :] + mine, mine < count[None, :]
+            if OFFSETS:
+                base = _pair(bases, tl.where(is_live, slab[None, :] + mine // LANES, 0), is_live, 2, 0)
+                word = tl.load(index + at, mask=is_live, other=0, eviction_policy="evict_first")
+                columns = (word, word)
+            else:
+                base = (0, 0)
+                columns = _pair(index, at, is_live, 2, 0)
+            loaded = loaded + ((base, columns, _weights(values, at, is_live)),)
+        if PINNED:
+            tl.debug_barrier()  # loads do not move past it, so all of them are on their way before the first is used
+        for step in tl.static_range(STEPS):
+            sums = _add_products(sums, x, loaded[step], values.dtype.element_ty, BATCH, OFFSETS)
+    out += tl.program_id(1).to(tl.int64) * batch * num_rows + place
+    total = tl.sum(sums, 0).to(out.dtype.element_ty)
     if BATCH == 1:
         tl.store(out, total, mask=exists)
     else:
@@ -96,32 +81,24 @@ def _store_lanes(out, total, exists, num_rows, batch, BATCH: tl.constexpr):
 
 
 @triton.jit
-def _fetch(
-    index,
-    bases,
-    values,
-    first,
-    slab,
-    count,
-    unit,
-    OFFSETS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """What threads need of their next units: first columns, columns or offsets, and values, as 64-bit words."""
-    loaded = ()
-    for step in tl.static_range(STEPS):
-        mine = unit + step * WIDTH + tl.arange(0, WIDTH)[:, None]
-        place, is_live = first[None, :] + mine, mine < count[None, :]
-        if OFFSETS:
-            base = _pair(bases, tl.where(is_live, slab[None, :] + mine // LANES, 0), is_live, 2, 0)
-            columns = _octet(index, place, is_live)
-        else:
-            base = (0, 0)
-            columns = _pair(index, place, is_live, 2, 0)
-        loaded = loaded + ((base, columns, _weights(values, place, is_live)),)
-    return loaded
+def _add_products(sums, x, unit, dtype: tl.constexpr, BATCH: tl.constexpr, OFFSETS: tl.constexpr):
+    """The products of a unit's eight values with their inputs, which are all loaded before the first is used."""
+    base, words, weights = unit
+    if OFFSETS:  # four are added at once: no sum reaches 65536
+        first = base[0] + (words[0] & 0x00FF00FF00FF00FF)
+        second = base[1] + ((words[0] >> 8) & 0x00FF00FF00FF00FF)
+        columns = (first, second)
+    else:
+        columns = words
+    inputs = ()
+    for run in tl.static_range(8):
+        column = (columns[run // 4] >> (run % 4 * 16)).to(tl.int32) & 0xFFFF
+        at = column if BATCH == 1 else column[:, :, None] * BATCH + tl.arange(0, BATCH)[None, None, :]
+        inputs = inputs + (tl.load(x + at, eviction_policy="evict_last"),)
+    for run in tl.static_range(8):
+        weight = _weight(weights, run, dtype)
+        sums += (weight if BATCH == 1 else weight[:, :, None]) * inputs[run].to(tl.float32)
+    return sums
 
 
 @triton.jit
@@ -129,13 +106,6 @@ def _pair(words, place, is_live, STRIDE: tl.constexpr, FIRST: tl.constexpr):
     """Two neighbouring 64-bit words, loaded as one."""
     at = place.to(tl.int64)[:, :, None] * STRIDE + FIRST + tl.arange(0, 2)[None, None, :]
     return tl.split(tl.load(words + at, mask=is_live[:, :, None], other=0, eviction_policy="evict_first"))
-
-
-@triton.jit
-def _octet(words, place, is_live):
-    """One 64-bit word, as a pair."""
-    word = tl.load(words + place, mask=is_live, other=0, eviction_policy="evict_first")
-    return word, word
 
 
 @triton.jit
@@ -161,30 +131,6 @@ def _weight(words, RUN: tl.constexpr, dtype: tl.constexpr):
         else:
             weight = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return weight
-
-
-@triton.jit
-def _columns(base, words, OFFSETS: tl.constexpr):
-    """The eight columns of a unit, 16 bits each. With offsets four are added at once: no sum reaches 65536."""
-    if OFFSETS:
-        first = base[0] + (words[0] & 0x00FF00FF00FF00FF)
-        second = base[1] + ((words[0] >> 8) & 0x00FF00FF00FF00FF)
-        columns = (first, second)
-    else:
-        columns = words
-    return columns
-
-
-@triton.jit
-def _half(words, RUN: tl.constexpr):
-    return (words[RUN // 4] >> (RUN % 4 * 16)).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
-def _inputs(x, column, BATCH: tl.constexpr):
-    """The inputs of one column: one, or up to eight that are loaded as one."""
-    at = column if BATCH == 1 else column[:, :, None] * BATCH + tl.arange(0, BATCH)[None, None, :]
-    return tl.load(x + at, eviction_policy="evict_last")
 
 
 @triton.jit(do_not_specialize=["batch"])

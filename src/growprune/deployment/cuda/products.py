@@ -1,6 +1,6 @@
 # mypy: allow-untyped-calls
 # Triton has no types
-"""Products of a prepared matrix with a few columns: y = x W^T for x of (batch, columns), batch 1 to 16.
+"""Products of a prepared matrix with a few columns, y = x W^T for x of (batch, columns), and the layer that uses them.
 
 On CUDA in Triton, or through its interpreter (TRITON_INTERPRET=1); elsewhere by a dense copy, for trying things out.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.deployment.cuda.formats import LaneMatrix
@@ -48,17 +48,11 @@ NEAR_BYTES = 160 << 10
 def product(matrix: LaneMatrix, x: Tensor, tile: Tile | None = None) -> Tensor:
     """(batch, rows), in the dtype of x: the matrix times each of up to 16 samples. The same bits every time."""
     dtype, device = matrix.values.dtype, matrix.values.device
-    if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES:
+    if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES or (x.dtype, x.device) != (dtype, device):
         raise GrowpruneError(
-            f"x must have shape (batch, {matrix.columns}) with a batch of 1 to {MOST_SAMPLES}, got {tuple(x.shape)}"
+            f"x is {x.dtype} {tuple(x.shape)} on {x.device}, but must be {dtype} (batch, {matrix.columns}) with a "
+            f"batch of 1 to {MOST_SAMPLES} on {device}, as the matrix is"
         )
-    if x.dtype != dtype or x.dtype not in DTYPES:
-        raise GrowpruneError(
-            f"x and the matrix must have the same dtype, one of bfloat16, float16 and float32, got {x.dtype} and "
-            f"{dtype}: convert one of them"
-        )
-    if x.device != device:
-        raise GrowpruneError(f"x is on {x.device}, but the matrix is on {device}: move one of them")
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels on the CPU: slow, but there
     if (not x.is_cuda and not is_interpreted) or not x.numel() or not matrix.rows:
         return F.linear(x.float(), matrix.dense().float()).to(x.dtype)
@@ -113,3 +107,39 @@ def kernel_failures() -> tuple[type[Exception], ...]:
     except ImportError:  # then none is started
         return (RuntimeError, NotImplementedError)
     return (RuntimeError, NotImplementedError, TritonError)
+
+
+class SparseLinear(nn.Module):
+    """A linear layer on our kernels for up to 16 samples; for more, with a dense copy that is made for the call.
+
+    It has no parameters, because nothing is trained. Its weights stay on their device.
+
+    Args:
+        tile: how programs divide the work for up to `samples` samples; others use the default.
+    """
+
+    def __init__(
+        self,
+        matrix: LaneMatrix,
+        *,
+        bias: Tensor | None = None,
+        tile: Tile | None = None,
+        samples: int = MOST_SAMPLES,
+    ) -> None:
+        super().__init__()
+        self.matrix, self.bias, self.tile, self.samples = matrix, bias, tile, samples
+        self.out_features, self.in_features = matrix.rows, matrix.columns
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight (rows, columns), made anew each time: for code that looks at it."""
+        return self.matrix.dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if len(flat) > MOST_SAMPLES:
+            out = F.linear(flat, self.weight)
+        else:
+            out = product(self.matrix, flat, self.tile if len(flat) <= self.samples else None)
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], out.shape[-1])

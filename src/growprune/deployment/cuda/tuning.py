@@ -1,22 +1,25 @@
-"""Measure, then swap: which of the formats and tiles, or dense, is fastest for a layer on this GPU."""
+"""`deploy(..., device="cuda")`: which format and tile, or dense, is fastest for each layer on this GPU."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from growprune.deployment.cpu.matrix import SparseMatrix
-from growprune.deployment.cuda.formats import LaneMatrix, lane_matrix
+from growprune.deployment.cuda.formats import DENSE, FORMATS, LaneMatrix
 from growprune.deployment.cuda.graphs import BEYOND_CACHE, microseconds
-from growprune.deployment.cuda.linear import SparseLinear
-from growprune.deployment.cuda.products import MOST_SAMPLES, Tile, kernel_failures
-from growprune.deployment.example import first_line
+from growprune.deployment.cuda.products import MOST_SAMPLES, SparseLinear, Tile, kernel_failures
+from growprune.deployment.deployed import Replaced, Swapped
+from growprune.deployment.example import Example, first_inputs, first_line, of_the_example, restored
+from growprune.deployment.layer_table import Row
+from growprune.deployment.skeleton import Skeleton, nothing_like
+from growprune.errors import warn
 
 TILES = (
     Tile(4, 32, 2),
@@ -34,12 +37,6 @@ MOST_COPIES = 64
 LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """Of a product against the dense one, relative to its norm: several times what rounding gives."""
 
-FORMATS: Mapping[str, Callable[[SparseMatrix], LaneMatrix]] = {
-    "offsets": lane_matrix,
-    "columns": partial(lane_matrix, has_offsets=False),
-}
-DENSE = "dense"
-
 
 @dataclass(frozen=True, eq=False)
 class Choice:
@@ -52,6 +49,70 @@ class Choice:
     """Of the fastest that is not dense; None if nothing but dense can run."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """What could not run here, and why."""
+
+
+def deploy_linears(
+    skeleton: Skeleton, example: Example, *, device: torch.device, seconds: float, known: Sequence[Row]
+) -> Swapped:
+    """Move a skeleton's module to the device, and swap its sparse linear layers.
+
+    The example shows how many samples each layer is called with. A layer that it does not call stays in torch.
+
+    Args:
+        seconds: how long layers may be timed, about; with 0, whatever is sparse runs sparse.
+        known: what was measured before.
+    """
+    module = skeleton.module
+    skeleton.fill_in()
+    module.to(device).requires_grad_(False)
+    with restored(module.modules()), of_the_example():
+        inputs = first_inputs(module, example.mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x))
+    layers = {name.removesuffix(".weight"): matrix for name, matrix in skeleton.matrices.items()}
+    samples = dict.fromkeys(layers, 0)
+    for path in layers.keys() & inputs.keys():
+        x = next(leaf for leaf in inputs[path].leaves if isinstance(leaf, Tensor))
+        samples[path] = x.numel() // max(1, x.shape[-1])
+
+    def kind_of(path: str) -> object:
+        """Layers of one kind are timed once."""
+        plain: Any = module.get_submodule(path)
+        matrix = layers[path]
+        about = matrix.rows, matrix.columns, round(matrix.sparsity, 1), plain.weight.dtype
+        return *about, plain.bias is not None, samples[path]
+
+    share, measured = seconds / max(1, len(set(map(kind_of, layers)))), dict[object, Choice]()
+    swapped, before = Swapped(module), {row.layer: row for row in known}
+    for path, matrix in layers.items():
+        owner_path, _, local = path.rpartition(".")
+        owner, num = module.get_submodule(owner_path), samples[path]
+        plain: Any = module.get_submodule(path)
+        row = Row(path, f"{matrix.rows}x{matrix.columns} x {num or '-'}", matrix.sparsity, None, None, "torch")
+        entries = matrix.to(device, plain.weight.dtype)
+        bias: Any = None if plain.bias is None else plain.bias.detach()
+        if not num:
+            swapped.in_torch.append(f"{path} (the example does not call it)")
+        elif path in before:
+            row = before[path]
+        elif seconds <= 0:  # the likeliest
+            row = replace(row, choice="sparse", format="offsets")
+        else:
+            if (key := kind_of(path)) not in measured:
+                measured[key] = choose(entries, bias=bias, batch=num, seconds=share)
+                for kind, why in measured[key].failed.items():
+                    warn(f"{path} was not timed as {kind}: {why}")
+            found = measured[key]
+            choice = DENSE if found.kind == DENSE else "sparse"
+            sparse_ms = None if found.sparse_us is None else found.sparse_us / 1e3
+            row = replace(row, choice=choice, format=found.kind, tile=found.tile)
+            row = replace(row, dense_ms=found.dense_us / 1e3, sparse_ms=sparse_ms)
+        swapped.rows.append(row)
+        if num and row.format in FORMATS:
+            tile: Any = row.tile
+            part = SparseLinear(FORMATS[row.format](entries), bias=bias, tile=tile, samples=min(num, MOST_SAMPLES))
+            owner._modules[local] = part
+            swapped.replaced.append(Replaced(owner, local, part, plain))
+            plain.weight.data = nothing_like(plain.weight.detach(), plain.weight.shape)
+    return swapped
 
 
 def choose(
@@ -91,7 +152,6 @@ def choose(
 
 
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer of torch with these tensors."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
@@ -133,10 +193,9 @@ def times_of_tiles(
 
 def copies(layer: nn.Module) -> list[nn.Module]:
     """The layer and as many copies as it takes that no cache holds the weights; alone on the CPU."""
-    tensors = [*layer.parameters(), *layer.buffers()]
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    is_cuda = any(tensor.is_cuda for tensor in tensors)
-    count = min(MOST_COPIES, max(2, -(-BEYOND_CACHE // max(1, num_bytes)))) if is_cuda else 1
+    weights: Any = layer.matrix.values if isinstance(layer, SparseLinear) else layer.weight
+    num_bytes = layer.matrix.num_bytes if isinstance(layer, SparseLinear) else weights.nbytes
+    count = min(MOST_COPIES, max(2, -(-BEYOND_CACHE // max(1, num_bytes)))) if weights.is_cuda else 1
     return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
 
 

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, matrix_of_zeros
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
 from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
-
-
-@dataclass(frozen=True)
-class Reshape:
-    """A change of shape between a layer and what is fused to it, taken out of its graph: every number stays."""
-
-    target: Any
-    arguments: tuple[Any, ...]
-    shape: tuple[int, ...]
-    """Of its result."""
-
-    @classmethod
-    def of(cls, node: fx.Node) -> Reshape:
-        return cls(node.target, node.args[1:], tuple(node.meta["val"].shape))
 
 
 @dataclass
@@ -39,9 +25,9 @@ class Fused(LayerSpec):
     """The dimension of features, of input and output: 1 of images, the last elsewhere."""
     is_image: bool = False
     """Whether its input is (batch, channels, height, width)."""
-    before: list[Reshape] = field(default_factory=list)
-    """Changes of shape between the layer and its residual."""
-    after: list[Reshape] = field(default_factory=list)
+    before: list[fx.Node] = field(default_factory=list)
+    """Changes of shape between the layer and its residual: every number stays. They are no longer in the graph."""
+    after: list[fx.Node] = field(default_factory=list)
     """Changes of shape after that."""
 
 
@@ -50,71 +36,66 @@ def layer(x: Any, residual: Any) -> Any:
     raise NotImplementedError
 
 
-def fuse(graph: fx.Graph, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
-    """Replace layers of a graph by fused ones.
-
-    Args:
-        names: by the placeholder of a parameter, its name in the model.
-    """
+def fuse(graph: fx.Graph, skeleton: Skeleton) -> None:
+    """Replace layers of a graph by fused ones."""
     for node in list(graph.nodes):
         make = LAYERS.get(node.target) if node.op == "call_function" else None
         if make is None or not are_float(node, *node.all_input_nodes):
             continue
-        if (found := make(node, _Weights(skeleton, names))) is not None:
+        if (found := make(node, skeleton)) is not None:
             x, fused = found
             chain, residual = _absorb(node, fused)
-            _replace(graph, chain, x, residual, fused)
+            with graph.inserting_before(chain[-1]):
+                new = graph.call_function(layer, (x, residual))
+            new.meta = {"val": chain[-1].meta["val"], "fused": fused}
+            chain[-1].replace_all_uses_with(new)
+            for old in reversed(chain):
+                graph.erase_node(old)
     graph.eliminate_dead_code()
 
 
-@dataclass(frozen=True)
-class _Weights:
-    skeleton: Skeleton
-    names: Mapping[fx.Node, str]
+def _sparse(node: Any, skeleton: Skeleton, *, transposed: bool = False) -> tuple[str, SparseMatrix] | None:
+    """The name and the matrix of a weight that is sparse enough."""
+    if not is_constant(node) or not node.meta["constant"].is_sparse:
+        return None
+    name = node.meta["constant"].name
+    if name is not None and (name in skeleton.transposed) == transposed:
+        return name, skeleton.matrices[name]
+    weight = constant(node)
+    if weight is None or weight.dim() < 2:
+        return None
+    matrix = matrix_of_zeros(weight, transposed=transposed)
+    return (node.name, matrix) if matrix.sparsity >= WORTHWHILE else None
 
-    def matrix(self, node: Any, *, transposed: bool = False) -> tuple[str, SparseMatrix] | None:
-        """The name and the matrix of a weight that is sparse enough."""
-        if not is_constant(node):
-            return None
-        name, is_sparse = node.meta["constant"].weight, node.meta["constant"].is_sparse
-        if name is not None and (name in self.skeleton.transposed) == transposed:
-            return name, self.skeleton.matrices[name]
-        if not is_sparse:
-            return None
-        weight = constant(node)
-        if weight is None or weight.dim() < 2:
-            return None
-        matrix = matrix_of_zeros(weight, transposed=transposed)
-        return (node.name, matrix) if matrix.sparsity >= WORTHWHILE else None
 
-    def dense(self, node: Any) -> tuple[str, SparseMatrix] | None:
-        weight = constant(node) if is_constant(node) else None
-        if weight is None:
-            return None
-        alive = torch.ones(weight.shape, dtype=torch.bool)
-        pattern = "8x1" if len(weight) >= 8 else "unstructured"  # the faster ones where all weights live
-        return self.names.get(node, node.name), from_dense(weight, alive, pattern=pattern)
+def _dense(node: Any) -> tuple[str, SparseMatrix] | None:
+    weight = constant(node) if is_constant(node) else None
+    if weight is None:
+        return None
+    alive = torch.ones(weight.shape, dtype=torch.bool)
+    pattern = "8x1" if len(weight) >= 8 else "unstructured"  # the faster ones where all weights live
+    return node.meta["constant"].name or node.name, from_dense(weight, alive, pattern=pattern)
 
 
 Made = tuple[fx.Node, Fused] | None
 
 
-def _linear(node: fx.Node, weights: _Weights) -> Made:
+def _linear(node: fx.Node, skeleton: Skeleton) -> Made:
     x, weight, bias = arguments(node, None, None, None)
-    return _product(x, weights.matrix(weight), bias)
+    return _product(x, _sparse(weight, skeleton), bias)
 
 
-def _addmm(node: fx.Node, weights: _Weights) -> Made:
+def _addmm(node: fx.Node, skeleton: Skeleton) -> Made:
     bias, x, weight = node.args
     if node.kwargs or not isinstance(bias, fx.Node) or bias.meta["val"].shape != node.meta["val"].shape[-1:]:
         return None
-    return _product(x, weights.matrix(weight, transposed=True), bias)
+    return _product(x, _sparse(weight, skeleton, transposed=True), bias)
 
 
-def _mm(node: fx.Node, weights: _Weights) -> Made:
+def _mm(node: fx.Node, skeleton: Skeleton) -> Made:
     x, weight = node.args
     is_matrix = isinstance(weight, fx.Node) and weight.meta["val"].dim() == 2
-    return _product(x, weights.matrix(weight, transposed=True), None) if is_matrix else None
+    return _product(x, _sparse(weight, skeleton, transposed=True), None) if is_matrix else None
 
 
 def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
@@ -128,15 +109,15 @@ def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
     return x, Fused(name.removesuffix(".weight"), matrix, geometry, constant(bias), True, axis=len(shape) - 1)
 
 
-def _conv2d(node: fx.Node, weights: _Weights) -> Made:
+def _conv2d(node: fx.Node, skeleton: Skeleton) -> Made:
     x, weight, bias, stride, padding, dilation, groups = arguments(node, None, None, None, 1, 0, 1, 1)
     is_known = (bias is None or is_constant(bias)) and not is_constant(x) and x.meta["val"].dim() == 4
     is_known &= groups == 1 or groups == x.meta["val"].shape[1] == weight.meta["val"].shape[0]
     padding = _padding(padding, weight.meta["val"].shape[2:], dilation) if is_known else None
     if padding is None or not x.meta["val"].numel():
         return None
-    sparse = weights.matrix(weight)
-    found = sparse or weights.dense(weight)
+    sparse = _sparse(weight, skeleton)
+    found = sparse or _dense(weight)
     if found is None:
         return None
     batch, channels, height, width = x.meta["val"].shape
@@ -180,7 +161,7 @@ def _padding(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int] | None
     return pair(padding)
 
 
-LAYERS: dict[Any, Callable[[fx.Node, _Weights], Made]] = {
+LAYERS: dict[Any, Callable[[fx.Node, Skeleton], Made]] = {
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
     aten.mm.default: _mm,
@@ -203,9 +184,9 @@ def _absorb(node: fx.Node, fused: Fused) -> tuple[list[fx.Node], fx.Node | None]
             if fused.axis != 1 or not _fold_batch_norm(at, fused):  # it is of dimension 1, which may not be features
                 break
         elif residual is None and (other := _residual(at, before)) is not None:
-            residual, fused.before = other, [*map(Reshape.of, pending)]
+            residual, fused.before = other, pending
         elif (activation := _activation(at)) is not Activation.NONE:
-            fused.activation, fused.after = activation, [*map(Reshape.of, pending)]
+            fused.activation, fused.after = activation, pending
         else:
             break
         chain += [*pending, at]
@@ -223,17 +204,11 @@ def _fold_batch_norm(node: fx.Node, fused: Fused) -> bool:
     scale = (spread + epsilon).rsqrt() * (1.0 if gain is None else gain)
     before = 0.0 if fused.bias is None else fused.bias.double()
     fused.bias = ((before - center) * scale + (0.0 if shift is None else shift)).float()
-    fused.weight = scaled(fused.weight, scale)
+    matrix = fused.weight
+    by_row = torch.nn.functional.pad(scale, (0, -matrix.rows % matrix.height)).view(-1, matrix.height, 1)
+    values = matrix.values.view(-1, matrix.height, matrix.width) * by_row[matrix.block_rows]
+    fused.weight = dataclasses.replace(matrix, values=values.float().reshape(-1))
     return True
-
-
-def scaled(matrix: SparseMatrix, scale: Tensor) -> SparseMatrix:
-    """A matrix with each row times a number."""
-    down = -(-matrix.rows // matrix.height)
-    by_row = torch.nn.functional.pad(scale, (0, down * matrix.height - matrix.rows)).view(down, matrix.height, 1)
-    by_block = by_row.repeat_interleave(matrix.starts.diff(), 0)
-    values = matrix.values.view(-1, matrix.height, matrix.width) * by_block
-    return dataclasses.replace(matrix, values=values.float().reshape(-1))
 
 
 def _residual(node: fx.Node, own: fx.Node) -> fx.Node | None:
@@ -254,13 +229,3 @@ def _activation(node: fx.Node) -> Activation:
         return Activation.RELU6
     is_exact = node.target is aten.gelu.default and node.kwargs.get("approximate", "none") == "none"
     return Activation.GELU if is_exact and len(node.args) == 1 else Activation.NONE
-
-
-def _replace(graph: fx.Graph, chain: list[fx.Node], x: fx.Node, residual: fx.Node | None, fused: Fused) -> None:
-    last = chain[-1]
-    with graph.inserting_before(last):
-        node = graph.call_function(layer, (x, residual))
-    node.meta = {"val": last.meta["val"], "fused": fused}
-    last.replace_all_uses_with(node)
-    for old in reversed(chain):
-        graph.erase_node(old)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from growprune.deployment.graph.fuse import Fused, Reshape, layer
+from growprune.deployment.graph.fuse import Fused, layer
 from growprune.deployment.graph.places import (
     InSlot,
     Stored,
@@ -35,8 +35,6 @@ SAFE: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_vi
 
 
 class Lowering:
-    """Goes through a graph from its inputs to its outputs."""
-
     def __init__(self, traced: Traced, known: dict[Any, Callable[[Lowering, fx.Node], Value | None]]) -> None:
         self.traced, self.known, self.done = traced, known, Lowered()
         self.values: dict[fx.Node, Value] = {}
@@ -69,7 +67,6 @@ class Lowering:
         return constant(argument) if is_constant(argument) else self.values[argument]
 
     def stored(self, argument: Any) -> Stored | None:
-        """An argument that is stored."""
         value = self.value(argument)
         return value if isinstance(value, Stored) else None
 
@@ -88,7 +85,6 @@ class Lowering:
         self.done.steps.append(step)
 
     def copy(self, value: Value, place: Strides) -> Stored:
-        """A value at a new place."""
         target = self.store(place)
         self.add(CopyStep(value, target))
         return target
@@ -136,11 +132,11 @@ class Lowering:
         self.add(LayerStep(fused, matrix, Stored(out.buffer, rows), added))
         return Stored(out.buffer, self._reshape(middle, fused.after))
 
-    def _reshape(self, place: Strides, reshapes: Sequence[Reshape]) -> Strides:
-        for reshape in reshapes:
-            found = reshaped(place, reshape.target, reshape.arguments, reshape.shape)
+    def _reshape(self, place: Strides, nodes: Sequence[fx.Node]) -> Strides:
+        for node in nodes:
+            found = reshaped(place, node)
             if found is None:
-                raise NotTraceable(f"{reshape.target} regroups features and columns unevenly")
+                raise NotTraceable(f"{node.target} regroups features and columns unevenly")
             place = found
         return place
 

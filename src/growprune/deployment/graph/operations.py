@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from growprune.deployment.graph.image_operations import ON_IMAGES
+from growprune.deployment.cpu.geometry import Geometry
+from growprune.deployment.cpu.prepared import bind_copy, bind_pool
 from growprune.deployment.graph.lower import Lowering, largest
-from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, as_rows, with_features
-from growprune.deployment.graph.program import CallStep, TorchStep
-from growprune.deployment.graph.trace import are_float, arguments, aten
+from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, as_rows, feature_major, with_features
+from growprune.deployment.graph.program import CallStep, CopyStep, TorchStep
+from growprune.deployment.graph.trace import are_float, arguments, aten, pair
 
 POINTWISE: dict[Any, Any] = {
     aten.add.Tensor: aten.add.out,
@@ -41,16 +42,11 @@ def pointwise(lowering: Lowering, node: fx.Node) -> Stored | None:
     if like is None or not are_float(node):
         return None
     given = lowering.arguments_in_torch(node)
-    out = lowering.store(_dense(like.place))
+    assert like.place.torch is not None
+    shape, strides = like.place.torch
+    out = lowering.store(Strides.ordered(shape, sorted(range(len(shape)), key=lambda axis: -strides[axis])))
     lowering.add(TorchStep(POINTWISE[node.target], *given, None, out, largest(node)))
     return out
-
-
-def _dense(place: Strides) -> Strides:
-    """A place of its own in the same order, without gaps."""
-    assert place.torch is not None
-    shape, strides = place.torch
-    return Strides.ordered(shape, sorted(range(len(shape)), key=lambda axis: -strides[axis]))
 
 
 def layer_norm(lowering: Lowering, node: fx.Node) -> Stored | None:
@@ -154,9 +150,88 @@ def _attend(
     return run
 
 
+# Images: pools, concatenation
+
+
+def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
+    _, kernel, stride, padding, dilation, ceil_mode = arguments(node, None, None, [], 0, 1, False)
+    return _pool(lowering, node, bind_pool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
+
+
+def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
+    _, kernel, stride, padding, ceil_mode, counts, divisor = arguments(node, None, None, [], 0, False, True, None)
+    if divisor is not None or node.kwargs:
+        return None
+    pool = partial(bind_pool, is_mean=True, counts_padding=bool(counts))
+    return _pool(lowering, node, pool, kernel, stride or kernel, padding, 1, bool(ceil_mode))
+
+
+def adaptive_mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
+    """Where the output divides the input, it is a pool like any other."""
+    shape, out = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    if len(shape) != 4 or any(a % b for a, b in zip(shape[2:], out[2:], strict=True)):
+        return None
+    kernel = [a // b for a, b in zip(shape[2:], out[2:], strict=True)]
+    return _pool(lowering, node, partial(bind_pool, is_mean=True), kernel, kernel, 0, 1, False)
+
+
+def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
+    """Over height and width of images."""
+    source, axes = arguments(node, None, None)[:2]
+    shape = source.meta["val"].shape
+    is_over_image = len(shape) == 4 and isinstance(axes, (list, tuple)) and sorted(a % 4 for a in axes) == [2, 3]
+    if not is_over_image or node.kwargs:
+        return None
+    return _pool(lowering, node, partial(bind_pool, is_mean=True), shape[2:], shape[2:], 0, 1, False)
+
+
+def _pool(
+    lowering: Lowering, node: fx.Node, kind: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
+) -> Stored | None:
+    x = lowering.stored(node.args[0])
+    if x is None or len(x.place.shape) != 4 or as_matrix(x.place, 1, ordered=True) is None:
+        return None
+    batch, channels, height, width = x.place.shape
+    kernel, stride, padding, dilation = map(pair, (kernel, stride, padding, dilation))
+    geometry = Geometry(channels, batch, height, width, kernel, stride, padding, dilation, ceil)
+    out = lowering.store(feature_major((batch, channels, *geometry.out_size), 1))
+    rows = [as_rows(value, 1, ordered=True) for value in (x, out)]
+    lowering.add(CallStep(partial(kind, geometry), rows[:1], rows[1:], is_ours=True))
+    place = out.place.reshape(node.meta["val"].shape)
+    assert place is not None
+    return Stored(out.buffer, place)
+
+
+def concatenate(lowering: Lowering, node: fx.Node) -> Stored | None:
+    """The channels of several images, those of which at least one is feature-major already."""
+    sources, axis = arguments(node, None, 0)
+    shape = node.meta["val"].shape
+    is_of_channels = len(shape) == 4 and axis % 4 == 1 and are_float(node, *sources)
+    is_of_images = is_of_channels and all(source.meta["val"].dim() == 4 for source in sources)  # not torch's empty ones
+    if not is_of_images or not shape.numel() or all(lowering.stored(source) is None for source in sources):
+        return None
+    target, start = lowering.store(feature_major(shape, 1)), 0
+    for source in sources:
+        length = source.meta["val"].shape[1]
+        place = target.place.narrow(1, start, length)
+        assert place is not None
+        start, part = start + length, Stored(target.buffer, place)
+        x = lowering.stored(source)
+        if x is not None and as_matrix(x.place, 1, ordered=True) is not None:
+            rows = [as_rows(value, 1, ordered=True) for value in (x, part)]
+            lowering.add(CallStep(bind_copy, rows[:1], rows[1:], is_ours=True))
+        else:
+            lowering.add(CopyStep(lowering.value(source), part))
+    return target
+
+
 KNOWN: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
     **dict.fromkeys(POINTWISE, pointwise),
     aten.layer_norm.default: layer_norm,
-    **ON_IMAGES,
+    aten.max_pool2d.default: max_pool,
+    aten.avg_pool2d.default: mean_pool,
+    aten.adaptive_avg_pool2d.default: adaptive_mean_pool,
+    aten.mean.dim: mean,
+    aten.cat.default: concatenate,
     aten.scaled_dot_product_attention.default: attention,
 }

@@ -130,21 +130,14 @@ def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Strides | 
     """
     features = _merged(place.dimensions[axis])
     others = [atom for i, atoms in enumerate(place.dimensions) if i != axis for atom in atoms]
-    columns = math.prod(size for size, _ in others)
-    if len(features) > 1 or not _is_dense(others if ordered else sorted(others, key=lambda atom: -atom[1])):
+    columns = 1
+    for size, stride in reversed(others if ordered else sorted(others, key=lambda atom: -atom[1])):
+        if stride != columns:  # there is a gap
+            return None
+        columns *= size
+    if len(features) > 1 or any(stride < columns for _, stride in features):
         return None
-    overlaps = any(stride < columns for _, stride in features)
-    return None if overlaps else Strides((features, _atoms((columns, 1))), place.offset)
-
-
-def _is_dense(atoms: Sequence[Atom]) -> bool:
-    """Whether atoms, from the outermost on, follow one another without gaps."""
-    step = 1
-    for size, stride in reversed(atoms):
-        if stride != step:
-            return False
-        step *= size
-    return True
+    return Strides((features, _atoms((columns, 1))), place.offset)
 
 
 def with_features(place: Strides, axis: int, rows: int) -> Strides:
@@ -210,48 +203,43 @@ def view(node: fx.Node, value_of: Callable[[Any], Value]) -> Value | None:
     return None if places is None else tuple(Stored(value.buffer, place) for place in places)
 
 
-def reshaped(place: Strides, target: Any, arguments: Sequence[Any], shape: Sequence[int]) -> Strides | None:
+def reshaped(place: Strides, node: fx.Node) -> Strides | None:
     """A place seen through one of the operations that keep every number."""
-    if target in RESHAPES:
-        return place.reshape(shape)
-    rank = len(place.dimensions)
-    order = list(range(rank))
-    if target is aten.t.default:
+    if node.target in RESHAPES:
+        return place.reshape(node.meta["val"].shape)
+    rank, rest = len(place.dimensions), node.args[1:]
+    order: Any = list(range(rank))
+    if node.target is aten.t.default:
         order.reverse()
-    elif target is aten.transpose.int:
-        first, second = (int(axis) % rank for axis in arguments)
+    elif node.target is aten.transpose.int:
+        first, second = (int(axis) % rank for axis in rest)  # type: ignore[arg-type]
         order[first], order[second] = second, first
     else:
-        order = [int(axis) % rank for axis in arguments[0]]
+        order = [axis % rank for axis in rest[0]]  # type: ignore[operator, union-attr]
     return place.permute(order)
 
 
 def _place(place: Strides, node: fx.Node) -> Strides | None:
     shape, rest = tuple(node.meta["val"].shape), node.args[1:]
     if node.target in RESHAPES or node.target in PERMUTES:
-        return reshaped(place, node.target, rest, shape)
+        return reshaped(place, node)
     if node.target is aten.expand.default:
         return place.expand(shape)
     if node.target is aten.select.int:
         axis, index = (int(n) for n in rest)  # type: ignore[arg-type]
         axis %= len(place.shape)
-        return _select(place, axis, index % place.shape[axis]).reshape(shape)
+        index, offset, dimensions = index % place.shape[axis], place.offset, list(place.dimensions)
+        for size, stride in reversed(dimensions[axis]):
+            index, digit = divmod(index, size)
+            offset += digit * stride
+        dimensions[axis] = ()
+        return Strides(tuple(dimensions), offset).reshape(shape)
     if node.target is aten.slice.Tensor:
         cut: list[Any] = [*rest, None, None, None, None]
         along, begin, step = int(cut[0] or 0) % len(place.shape), int(cut[1] or 0), cut[3]
         begin = max(0, begin + place.shape[along] if begin < 0 else begin)
         return None if step not in (None, 1) else place.narrow(along, begin, shape[along])
     return None
-
-
-def _select(place: Strides, axis: int, index: int) -> Strides:
-    """One of a dimension, of however many atoms."""
-    offset, dimensions = place.offset, list(place.dimensions)
-    for size, stride in reversed(dimensions[axis]):
-        index, digit = divmod(index, size)
-        offset += digit * stride
-    dimensions[axis] = ()
-    return Strides(tuple(dimensions), offset)
 
 
 def _places(place: Strides, node: fx.Node) -> list[Strides] | None:

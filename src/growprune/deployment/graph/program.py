@@ -37,20 +37,17 @@ class Memory:
         return self.arena.as_strided(*shape, self.offsets[value.buffer] + value.place.offset)
 
     def bound(self, value: Value) -> Value:
-        """A stored value as a tensor; any other as it is."""
         return self.tensor(value) if isinstance(value, Stored) else value
 
     def filled(self, value: Value) -> Value:
-        """The present value of a slot; any other as it is."""
         return self.slots[value.slot] if isinstance(value, InSlot) else value
 
     def owns(self, result: Any) -> bool:
         """Whether a tensor, or one of several, is a view of the arena."""
-        if isinstance(result, (tuple, list)):
-            return any(map(self.owns, result))
-        if not isinstance(result, Tensor):
-            return False
-        return result.untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
+        start = self.arena.untyped_storage().data_ptr()
+        return any(
+            isinstance(x, Tensor) and x.untyped_storage().data_ptr() == start for x in pytree.tree_leaves(result)
+        )
 
 
 @dataclass
@@ -85,21 +82,12 @@ class CopyStep:
             from_tensor = memory.tensor(Stored(self.source.buffer, places[0]))
             to_tensor = memory.tensor(Stored(self.target.buffer, places[1]))
             return lambda: to_tensor.copy_(from_tensor)
-        copy = _matrix_copy(memory.tensor(self.target))
-        if isinstance(self.source, InSlot):
-            slots, slot = memory.slots, self.source.slot
-            return lambda: copy(slots[slot])
-        tensor = self.source
-        return lambda: copy(tensor)
-
-
-def _matrix_copy(target: Tensor) -> Callable[[Tensor], object]:
-    """A copy to features of tokens, as the transpose of a matrix, for which torch has a quick way."""
-    is_tokens = target.dim() == 3 and target.stride(1) == 1 and target.stride(0) == target.shape[1]
-    if not is_tokens:
-        return target.copy_
-    matrix = target.flatten(0, 1).t()
-    return lambda source: matrix.copy_(source.reshape(matrix.shape[1], matrix.shape[0]).t())
+        target = memory.tensor(self.target)
+        is_tokens = target.dim() == 3 and target.stride(1) == 1 and target.stride(0) == target.shape[1]
+        if not is_tokens:
+            return lambda: target.copy_(memory.filled(self.source))
+        matrix = target.flatten(0, 1).t()  # torch transposes matrices quickly
+        return lambda: matrix.copy_(memory.filled(self.source).reshape(matrix.shape[1], matrix.shape[0]).t())
 
 
 @dataclass
@@ -123,14 +111,9 @@ class TorchStep:
         has_slots = any(isinstance(leaf, InSlot) for leaf in given)
         copies = None if any(isinstance(leaf, Stored) for leaf in given) else False  # None: the first result tells
 
-        def call() -> Any:
-            return function(*args, **kwargs)
-
-        def call_with_slots() -> Any:
-            positional, named = mapped((args, kwargs), memory.filled)
+        def run() -> Any:
+            positional, named = mapped((args, kwargs), memory.filled) if has_slots else (args, kwargs)
             return function(*positional, **named)
-
-        run = call_with_slots if has_slots else call
 
         def to_slot() -> None:
             nonlocal copies

@@ -7,11 +7,10 @@ constant, and identities are left out.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +62,15 @@ class Traced:
 
 
 def trace(module: nn.Module, example: Example) -> Traced:
-    with _quietly():
-        try:
+    has_fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # an encoder layer would be one operation that hides its products
+    try:
+        with torch.no_grad(), quiet("torch.export"):  # the model's own code has warned already, or will
             program = torch.export.export(module, example.args, example.kwargs, strict=False)
-        except Exception as error:  # whatever the code of a user does under a tracer
-            raise NotTraceable(first_line(error, 120)) from error
+    except Exception as error:  # whatever the code of a user does under a tracer
+        raise NotTraceable(first_line(error, 120)) from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(has_fast_path)
     graph = copy.deepcopy(program.graph)
     tensors, inputs = {}, []
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -91,18 +94,6 @@ def trace(module: nn.Module, example: Example) -> Traced:
         if any(isinstance(size, torch.SymInt) for size in getattr(node.meta.get("val"), "shape", ())):
             raise NotTraceable(f"{node.target} gives a shape that depends on the data")
     return Traced(graph, tensors, tuple(inputs), program.call_spec.out_spec)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the fused encoder layer of torch, which is one operation that hides all its products."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), quiet("torch.export"):  # the model's own code has warned already, or will
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None:
@@ -157,8 +148,8 @@ class Constant:
     """A tensor that is the same for all inputs. It is made when it is asked for, since a sparse weight is large."""
 
     make: Callable[[], Tensor]
-    weight: str | None = None
-    """The sparse weight that it is, as it is."""
+    name: str | None = None
+    """The parameter that it is, as it is."""
     is_sparse: bool = False
     """Whether it is a sparse weight, or made of some."""
 
@@ -171,13 +162,10 @@ def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, s
     """
     for node in traced.graph.nodes:
         if node in traced.tensors:
-            tensor, name = traced.tensors[node], names.get(node)
-            if name is not None and name in skeleton.matrices:
-                node.meta["constant"] = Constant(
-                    functools.partial(skeleton.dense_weight, name, tensor.shape), name, True
-                )
-            else:
-                node.meta["constant"] = Constant(tensor.detach)
+            tensor, name = traced.tensors[node], names.get(node, "")
+            is_sparse = name in skeleton.matrices
+            make = functools.partial(skeleton.dense_weight, name, tensor.shape) if is_sparse else tensor.detach
+            node.meta["constant"] = Constant(make, name or None, is_sparse)
         elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
             is_sparse = any(n.meta["constant"].is_sparse for n in node.all_input_nodes)
 

@@ -1,6 +1,5 @@
 // What Python calls, through ctypes. Structures are those of growprune/deployment/cpu/library.py, field by field.
 #include "depthwise.h"
-#include "plan.h"
 #include "pool.h"
 
 using namespace gp;
@@ -63,8 +62,8 @@ GP_API void gp_end_alone(int threads) {
     omp_set_num_threads(threads);
 }
 
-GP_API void gp_repeat(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
-    repeat(*geometry, x, x_stride, y, y_stride, threads);
+GP_API void gp_copy(Index rows, Index columns, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
+    share_images(rows, threads, [&](Index row) { std::copy_n(x + row * x_stride, columns, y + row * y_stride); });
 }
 
 GP_API void gp_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int is_mean,

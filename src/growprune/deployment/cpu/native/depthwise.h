@@ -3,10 +3,7 @@
 // An image of one channel is copied to where it has its padding around it, so that taps need no check of bounds.
 #pragma once
 
-#include "epilogue.h"
-#include "operands.h"
-#include "pack.h"
-#include "threads.h"
+#include "plan.h"
 
 namespace gp {
 
@@ -93,35 +90,5 @@ class Depthwise : public Layer {
     Index rows, pitch;  // of an image with its padding
     Buffer<float> taps, bias_of_rows;
 };
-
-template <int wide> void repeat_row(const float *__restrict from, Index count, float *__restrict to) {
-    for (Index i = 0; i < count; ++i)
-        for (int j = 0; j < wide; ++j) to[wide * i + j] = from[i];
-}
-
-inline void repeat_row(const float *from, Index count, Index wide, float *to) {
-    if (wide == 1)
-        std::copy_n(from, count, to);
-    else if (wide == 2)
-        repeat_row<2>(from, count, to);
-    else
-        for (Index i = 0; i < count; ++i, to += wide) std::fill_n(to, wide, from[i]);
-}
-
-// Each number repeated in a block of height x width, as nearest neighbours are; 1 x 1 copies.
-inline void repeat(const Geometry &g, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
-    const Index images = Index(g.channels) * g.batch, high = g.stride_height, wide = g.stride_width;
-    const Index items = std::min(images, ITEMS_OF_THREAD * threads);
-    share(items, threads, [&](Index item) {
-        for (Index i = item * images / items; i < (item + 1) * images / items; ++i) {
-            const float *from = x + i / g.batch * x_stride + i % g.batch * g.height * g.width;
-            float *to = y + i / g.batch * y_stride + i % g.batch * g.height * g.width * high * wide;
-            for (Index row = 0; row < g.height; ++row, from += g.width, to += g.width * wide * high) {
-                repeat_row(from, g.width, wide, to);
-                for (Index k = 1; k < high; ++k) std::copy_n(to, g.width * wide, to + k * g.width * wide);
-            }
-        }
-    });
-}
 
 }  // namespace gp

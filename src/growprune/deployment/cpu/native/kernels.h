@@ -3,8 +3,8 @@
 
 #include <utility>
 
-#include "gemv.h"
 #include "pack.h"
+#include "spmm.h"
 
 namespace gp {
 

@@ -79,24 +79,19 @@ inline float mean_of(const float *image, Index size) {
 template <bool is_max> void pool(const Geometry &g, const float *x, Index x_stride, float *y, Index y_stride,
                                  bool counts_padding, int threads) {
     const Index images = Index(g.channels) * g.batch, in_size = Index(g.height) * g.width;
-    const Index items = std::min(images, ITEMS_OF_THREAD * threads);
     const bool is_whole = !is_max && g.kernel_height == g.height && g.kernel_width == g.width && g.out_height == 1 &&
                           g.out_width == 1 && g.padding_top == 0 && g.padding_left == 0;
-    const auto pool_some = [&](Index item) {
+    share_images(images, threads, [&](Index i) {
         static thread_local std::vector<float> joined;  // kept, so that only the first call allocates
         if (joined.size() < static_cast<std::size_t>(g.width)) joined.resize(g.width);
-        for (Index i = item * images / items; i < (item + 1) * images / items; ++i) {
-            const Index channel = i / g.batch, image = i % g.batch;
-            const float *from = x + channel * x_stride + image * in_size;
-            float *to = y + channel * y_stride + image * g.out_height * g.out_width;
-            if (is_whole)
-                *to = mean_of(from, in_size);
-            else
-                for (Index row = 0; row < g.out_height; ++row)
-                    pool_row<is_max>(g, from, row, counts_padding, joined.data(), to + row * g.out_width);
-        }
-    };
-    share(items, threads, pool_some);
+        const float *from = x + i / g.batch * x_stride + i % g.batch * in_size;
+        float *to = y + i / g.batch * y_stride + i % g.batch * g.out_height * g.out_width;
+        if (is_whole)
+            *to = mean_of(from, in_size);
+        else
+            for (Index row = 0; row < g.out_height; ++row)
+                pool_row<is_max>(g, from, row, counts_padding, joined.data(), to + row * g.out_width);
+    });
 }
 
 }  // namespace gp
