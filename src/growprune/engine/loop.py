@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from growprune.engine.folder import (
     portable,
 )
 from growprune.engine.mesh import Mesh, ask_first, join, wait_for_all
-from growprune.engine.observers import Accounting, Best, Evaluation, Event, Events, Exploration
+from growprune.engine.observers import Accounting, Best, Event, Events, Exploration, Tally
 from growprune.engine.recipe import Recipe, describe, require
 from growprune.engine.state import Checkpoints, Place, RunState, returned_by
 from growprune.engine.trainer import Training, digest, fingerprint, work_before
@@ -211,7 +212,6 @@ class Run:
         best = Best(folder.best, metric, is_writer=self.mesh.is_first or (self.is_sharded and self.mesh.group == 0))
         self.state = RunState(self.sparse, self.place, self.training, accounting, exploration, best)
         # 4) what looks on
-        self.evaluation = Evaluation(recipe, self.sparse, self.device, best)
         listeners = [on_event]
         if recipe.log and self.mesh.is_first:
             from growprune.logs import Logs
@@ -354,12 +354,29 @@ class Run:
         if rule is not None and (figures := rule.figures()):
             row["rule"] = figures
         if epoch % self.recipe.evaluate_every == 0 or is_last:
-            self.evaluation.validate(row, is_phase_end=self.place.left == 1)
+            self._validate(row)
         (state.history if scheduled.branch is None else state.branch_rows).append(row)
         logged = {name: value for name, value in row.items() if name not in ("stage", "branch")}
         logged |= {"density": self._density(row["alive"]), "layers": state.accounting.densities}
         logged |= {"metric": self.task.metric, "lower_is_better": self.task.lower_is_better}
         self.events.log_event("epoch", scheduled, done=self.place.done + 1, **logged)
+
+    def _validate(self, row: dict[str, Any]) -> None:
+        """Add the validation metrics to the row of an epoch, and keep the model if it is the best at its target."""
+        row["validation"] = self.training.evaluate("validation")
+        target = self.recipe.sparsity
+        if row["branch"] is not None or target == 0:
+            return
+        # of weights that all live, a rule may have made as many zeros as are asked for
+        is_sparse_by_rule = row.get("rule", {}).get("sparsity", 0.0) >= target
+        is_candidate_due = self.recipe.candidates and (self.place.left == 1 or is_sparse_by_rule)
+        where = {name: row[name] for name in ("stage", "epoch")}
+        if self.sparse.is_at_target:
+            self.state.best.consider(self.sparse, row["validation"], **where)
+        elif is_candidate_due and self.sparse.can_be_pruned:  # then as it would be if pruned to it now
+            with self.sparse.pruned():
+                row["candidate"] = self.training.evaluate("validation")
+                self.state.best.consider(self.sparse, row["candidate"], **where)
 
     def _fork(self, branches: list[ScheduledPhase]) -> None:
         """Train the branches that are this process's, and merge all: each tensor is that of the branch that returns it.
@@ -379,8 +396,8 @@ class Run:
                 self.sparse.restore(base)
             self._train(scheduled)
             if self.mesh.leads_group:
-                tally = state.accounting.branch_dict()
-                self.folder.write_rows(stage, scheduled.branch, state.branch_rows, tally)
+                tally = state.accounting.branch or Tally()
+                self.folder.write_rows(stage, scheduled.branch, state.branch_rows, asdict(tally))
             self._save(scheduled)
             returned |= returned_by(scheduled, self.schedule, self.sparse)
         self.mesh.barrier(f"waiting for the branches of stage {stage}")
@@ -389,9 +406,9 @@ class Run:
         merged = base | self.mesh.combine(returned, parts, base)
         state.accounting.merge(merged)
         for branch in range(len(branches)):
-            rows, tally = self.folder.read_rows(stage, branch)
+            rows, cost = self.folder.read_rows(stage, branch)
             state.history += rows
-            state.accounting.add_branch(tally)
+            state.accounting.total += Tally(**cost)
         state.exploration.combine(stage, len(branches))
         self.events.log_event("combined", stage=stage, bytes_received=self.mesh.bytes_received - before)
         self.sparse.restore(merged)
@@ -422,6 +439,7 @@ class Run:
         self.training.unwrap()
         if self.mesh.is_first or (self.is_sharded and self.mesh.group == 0):
             write_file(self.sparse, self.folder.model)
+            best = self.state.best
             result = Result(
                 recipe=describe(self.recipe),
                 origin=portable(self.origin),
@@ -433,15 +451,18 @@ class Run:
                 environment=environment(self.device),
                 history=self.state.history,
                 signature=self.task.signature,
-                validation=self.evaluation.evaluate("validation"),
-                test=self.evaluation.evaluate("test"),
+                validation=self.training.evaluate("validation"),
+                test=self.training.evaluate("test"),
                 sparsity=summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),
                 file_bytes=self.folder.model.stat().st_size,
                 peak_bytes=peak_bytes(self.device),
                 seconds=self.state.seconds,
                 **self.state.accounting.figures(),
-                best=self.evaluation.best_tested(),  # last, because the model becomes the best one
+                best=None,
             )
+            if best.found:  # last, because the model becomes the best one
+                best.put_into(self.sparse)
+                result = replace(result, best={**best.found, "test": self.training.evaluate("test")})
         if self.mesh.is_first:
             result.write(self.folder.result)
             self.events.log_event("finished", test=result.test, seconds=result.seconds)
