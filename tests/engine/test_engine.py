@@ -385,7 +385,8 @@ def test_only_the_process_that_writes_copies_the_model(
     monkeypatch.setattr(
         SparseModel, "snapshot", lambda self, *a, **kw: copies.append(kw.get("device")) or snapshot(self, *a, **kw)
     )
-    monkeypatch.setattr(Mesh, "is_first", is_first)
+    make = Mesh.__init__
+    monkeypatch.setattr(Mesh, "__init__", lambda mesh, *a: make(mesh, *a) or setattr(mesh, "is_first", is_first))
     if not is_first:
         (tmp_path / "result.json").write_text("{}")
         monkeypatch.setattr(engine.RunFolder, "read_result", lambda self: {})

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shlex
 import shutil
@@ -91,6 +90,16 @@ class RunFolder:
             not self.path.is_dir() or any(not path.name.startswith(".recipe.json.") for path in self.path.iterdir())
         ):
             raise GrowpruneError(f"--out must be a new or empty folder, but {self.path} exists. Choose another --out")
+
+    def is_ours(self) -> bool:
+        """True if the folder has the run of this job, because torchrun restarted the processes after a failure.
+
+        An unfinished run is resumed, whoever started it. The result of an earlier job is not taken for ours.
+        """
+        if "TORCHELASTIC_RUN_ID" not in os.environ or not self.recipe.exists():
+            return False
+        is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return not self.result.exists() or (is_restarted and (self.read_recipe().get("job") or "") == job())
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -200,11 +209,6 @@ class RunFolder:
             raise OSError(f"cannot write to {self.log}: {error}") from error
 
 
-def may_be_restarted() -> bool:
-    """True if torchrun started this process. After a failure it starts it again, and the run then exists already."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def job() -> str:
     """A name for the torchrun job, the same after each restart. Empty without torchrun.
 
@@ -212,11 +216,6 @@ def job() -> str:
     """
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # <logs of the job>/attempt_0/<rank>/error.json
     return error_file.parent.parent.parent.name or os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def is_restart_of(earlier_job: str) -> bool:
-    """True if torchrun restarted this process in a job after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and job() == earlier_job
 
 
 def portable(origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,29 +243,23 @@ def parts_of(plan: Plan) -> dict[str, list[str]]:
     return {part.name: list(part.tensors) for part in plan.partition}
 
 
-def _lock(descriptor: int, patience: float) -> bool:
-    """Take the lock and return True, or False after some seconds. Workers of a killed process may still hold it."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.1)
-        except OSError:  # a file system that knows no locks
-            return True
-        else:
-            return True
-
-
 @contextlib.contextmanager
 def holding(path: Path, patience: float, who: str) -> Iterator[None]:
-    """Hold the lock of a folder. The error says by whom it is in use, and what to do."""
+    """Hold the lock of a folder. If it is not free after some seconds, the error says by whom it is in use."""
     descriptor = os.open(path, os.O_RDONLY)
+    deadline = time.monotonic() + patience  # workers of a killed process may still hold the lock
     try:
-        if not _lock(descriptor, patience):
-            raise GrowpruneError(f"{path} is in use {who}")
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise GrowpruneError(f"{path} is in use {who}") from error
+                time.sleep(0.1)
+                continue
+            except OSError:  # a file system that knows no locks
+                pass
+            break
         yield
     finally:
         os.close(descriptor)
@@ -274,13 +267,13 @@ def holding(path: Path, patience: float, who: str) -> Iterator[None]:
 
 def is_in_use(path: Path) -> bool:
     """True if another process holds the lock of a folder."""
-    if not path.is_dir():
-        return False
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return not _lock(descriptor, patience=0)
-    finally:
-        os.close(descriptor)
+    if path.is_dir():
+        try:
+            with holding(path, 0, ""):
+                pass
+        except GrowpruneError:
+            return True
+    return False
 
 
 def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
@@ -336,13 +329,6 @@ def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int
     plan = recipe.plan(recipe.shapes(), iterations_per_epoch)
     check_same_plan(folder, plan)
     check_same_parts(folder, plan)
-
-
-def check_same_result(folder: RunFolder, recipe: Recipe, result: Mapping[str, Any]) -> None:
-    """`check_same_work` for a finished run. Its result has the length of an epoch, so no data is read."""
-    num_batches = (result.get("data") or {}).get("num_batches")
-    if num_batches or not recipe.counts_iterations:
-        check_same_work(folder, recipe, math.ceil((num_batches or 1) / recipe.accumulate))
 
 
 def _edits(phase: Any) -> Any:

@@ -20,23 +20,19 @@ from typing import Any
 import torch
 
 from growprune.engine.building import (
-    about_weights,
     build,
     choose_device,
     environment,
     move,
     peak_bytes,
-    reset_peak,
     shard,
 )
 from growprune.engine.folder import (
     RunFolder,
     check_same_plan,
     check_same_recipe,
-    check_same_result,
+    check_same_work,
     fields_of,
-    is_restart_of,
-    may_be_restarted,
     portable,
 )
 from growprune.engine.mesh import Mesh, ask_first, join, wait_for_all
@@ -45,6 +41,7 @@ from growprune.engine.recipe import Recipe, describe, require
 from growprune.engine.state import Checkpoints, Place, RunState, returned_by
 from growprune.engine.trainer import Training, digest, fingerprint, work_before
 from growprune.files import checkpoint
+from growprune.files.weights_file import digest_of, weights_file
 from growprune.files.writer import write_file
 from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
@@ -54,20 +51,6 @@ from growprune.sparse.summary import summarise
 
 SHOW_SECONDS = 0.2
 """Seconds between updates of the display."""
-
-
-class Timer:
-    """`is_due` becomes True some seconds after `put_off`, and is True at first."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._due = seconds, 0.0
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def put_off(self) -> None:
-        self._due = time.monotonic() + self._seconds
 
 
 class Interrupted(Exception):
@@ -91,7 +74,7 @@ def train(
         should_stop: asked after each iteration. If it returns True, a checkpoint is saved and `Interrupted` raised.
     """
     folder = _enter_folder(recipe, out)
-    if ask_first(_is_ours(folder)):
+    if ask_first(folder.is_ours()):
         if folder.result.exists():
             said = f"{folder.path} was finished before this restart. Its result is kept"
             Events(folder, [on_event], 0).warn(said)
@@ -134,7 +117,9 @@ def resume(
         check_same_recipe(folder, recipe)
         if ask_first(folder.result.exists()):
             result = folder.read_result()
-            check_same_result(folder, recipe, result)
+            num_batches = (result["data"] or {}).get("num_batches")  # so no data is read to count them
+            if num_batches or not recipe.counts_iterations:
+                check_same_work(folder, recipe, math.ceil((num_batches or 1) / recipe.accumulate))
             folder.check_model(result)
             return result
         run = Run(recipe, folder, folder.read_origin() if origin is None else origin, on_event, should_stop)
@@ -163,16 +148,6 @@ def _enter_folder(recipe: Recipe, out: str | Path) -> RunFolder:
     return RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
 
 
-def _is_ours(folder: RunFolder) -> bool:
-    """True if the folder has the run of this job, because torchrun restarted the processes after a failure.
-
-    An unfinished run is resumed, whoever started it. The result of an earlier job is not taken for ours.
-    """
-    if not may_be_restarted() or not folder.recipe.exists():
-        return False
-    return not folder.result.exists() or is_restart_of(folder.read_recipe().get("job") or "")
-
-
 class Run:
     """One recipe in one folder: what it is built of, and the loop."""
 
@@ -188,8 +163,11 @@ class Run:
         self.origin, self.should_stop = origin, should_stop
         # 1) the model and its plan
         self.device = choose_device(recipe.device)
-        self.weights = about_weights(recipe)
-        """The file of initial weights."""
+        self.weights: dict[str, str] | None = None
+        """Name and digest of the file of initial weights."""
+        if recipe.weights:
+            file = weights_file(recipe.weights)
+            self.weights = {"file": file.name, "sha256": digest_of(file)}
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
         check_counts(1, num_batches=self.num_batches)
         self.per_epoch = math.ceil(self.num_batches / recipe.accumulate)
@@ -219,8 +197,8 @@ class Run:
             listeners.append(Logs(recipe.log, folder.path))
         self.events = Events(folder, listeners, len(self.schedule) - 1)
         self.checkpoints = Checkpoints(folder)
-        self.save_timer, self.show_timer = Timer(recipe.checkpoint_seconds), Timer(SHOW_SECONDS)
-        self.save_timer.put_off()
+        self.save_at, self.show_at = time.monotonic() + recipe.checkpoint_seconds, 0.0
+        """When the next checkpoint and the next update of the display are due."""
         # 5) where the plan ends
         trained = [scheduled for scheduled in self.schedule if scheduled.phase.is_trained]
         ends_in_fork = not trained or trained[-1].branch is not None
@@ -262,7 +240,8 @@ class Run:
 
     def execute(self) -> dict[str, Any]:
         """Train from the current place in the plan to its end, and return the result."""
-        reset_peak(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         try:
             if self.is_sharded:
                 shares = [parameter.to_local().numel() for parameter in self.sparse.model.parameters()]  # type: ignore[attr-defined]
@@ -334,11 +313,12 @@ class Run:
         if self.mesh.any(self.should_stop(), self.place.iteration):
             self._save(scheduled)
             self._interrupt(scheduled)
-        is_due = self.save_timer.is_due  # by the clock of this process, and all that share a model save together
+        # due by the clock of this process, but all that share a model save together
+        is_due = time.monotonic() >= self.save_at
         if self.mesh.any(is_due, self.place.iteration) if self.is_sharded else is_due:
             self._save(scheduled)
-        if self.show_timer.is_due:
-            self.show_timer.put_off()
+        if time.monotonic() >= self.show_at:
+            self.show_at = time.monotonic() + SHOW_SECONDS
             at = {"iteration": done, "iterations": self.place.length, **self._progress(scheduled)}
             self.events.show("iteration", scheduled, **at, lr=self.training.lr, loss=self.training.shown_loss())
 
@@ -427,7 +407,7 @@ class Run:
             state = self.state.state_dict(device)
             if is_writer:
                 self.events.log_event("checkpoint", scheduled, number=self.checkpoints.save(state, scheduled))
-        self.save_timer.put_off()
+        self.save_at = time.monotonic() + self.recipe.checkpoint_seconds
 
     def _interrupt(self, scheduled: ScheduledPhase) -> None:
         self.events.log_event("interrupted", scheduled)
