@@ -23,24 +23,11 @@ from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
 from growprune.plan.phases import Row, fold
 from growprune.runs.record import FORMAT, origin_of, read_recipe
-from growprune.runs.result import SCORE, Result
+from growprune.runs.result import Result
 from growprune.runs.table import MAY_CHANGE, flat
 
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""
-
-_ROW: disk.Names = {
-    "stage": int,
-    "branch": (int, type(None)),
-    "edits": str,
-    "epoch": int,
-    "alive": int,
-    "explored?": disk.NUMBER,
-    "churn?": disk.NUMBER,
-    "grown?": disk.NUMBER,
-    "validation?.*": SCORE,
-    "candidate?.*": SCORE,
-}
 
 
 class HoldsRun(GrowpruneError):
@@ -157,7 +144,6 @@ class RunFolder:
         return f"growprune.resume(recipe, {str(self.path)!r})"
 
     def read_result(self) -> dict[str, Any]:
-        """The content of result.json."""
         return Result.read(self.result).to_dict()
 
     def check_model(self, result: Mapping[str, Any]) -> None:
@@ -175,7 +161,7 @@ class RunFolder:
     def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Read the history and the cost of a branch of a fork."""
         folder = self.branch(stage, branch)
-        names = {"rows": list, "cost": dict, **{f"rows.*.{name}": kind for name, kind in _ROW.items()}}
+        names: disk.Names = {"rows": list, "rows.*": dict, "cost": dict}
         remedy = f"remove {folder} and resume the run to train that branch again"
         content = disk.read_json(folder / "rows.json", names, remedy)
         return content["rows"], content["cost"]
@@ -193,7 +179,7 @@ class RunFolder:
     def read_plan(self) -> dict[str, Any]:
         """Read plan.json. Empty if the file is missing or damaged, because training does not depend on it."""
         try:
-            return disk.read_json(self.plan, {"parts": dict, "phases": list, "sha256": str}, "")
+            return disk.read_json(self.plan, {"parts": dict, "phases": list, "phases.*.edits": str, "sha256": str}, "")
         except (OSError, GrowpruneError):
             return {}
 
@@ -294,17 +280,17 @@ def check_same_plan(folder: RunFolder, plan: Plan) -> None:
     This happens if a default or the code of a method has changed.
     """
     began, now = folder.read_plan(), json.loads(json.dumps(phases_of(plan)))
-    for old, new in zip_longest(began["phases"], now) if began else ():
-        if old != new:
-            raise GrowpruneError(
-                f"{folder.path} was started with another plan: it has {_short(_edits(old))}, but the recipe gives "
-                f"{_short(_edits(new))} now. {_SAME_CODE}"
-            )
-    if began and began["sha256"] != digest_of(plan):  # a way from one sparsity to another is one row of phases
-        raise GrowpruneError(
-            f"{folder.path} was started with another plan: its phases look the same in plan.json, but some numbers "
-            f"in them differ. {_SAME_CODE}"
-        )
+    if not began:
+        return
+    rows = zip_longest(began["phases"], now, fillvalue={"edits": "no phase"})
+    differing = [(_short(old["edits"]), _short(new["edits"])) for old, new in rows if old != new]
+    if differing:
+        what = f"it has {differing[0][0]}, but the recipe gives {differing[0][1]} now"
+    elif began["sha256"] != digest_of(plan):  # a way from one sparsity to another is one row of phases
+        what = "its phases look the same in plan.json, but some numbers in them differ"
+    else:
+        return
+    raise GrowpruneError(f"{folder.path} was started with another plan: {what}. {_SAME_CODE}")
 
 
 def check_same_parts(folder: RunFolder, plan: Plan) -> None:
@@ -329,10 +315,6 @@ def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int
     plan = recipe.plan(recipe.shapes(), iterations_per_epoch)
     check_same_plan(folder, plan)
     check_same_parts(folder, plan)
-
-
-def _edits(phase: Any) -> Any:
-    return "no phase" if phase is None else phase.get("edits", phase) if isinstance(phase, dict) else phase
 
 
 def fields_of(recipe: Recipe) -> dict[str, Any]:

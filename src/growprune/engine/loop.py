@@ -19,22 +19,8 @@ from typing import Any
 
 import torch
 
-from growprune.engine.building import (
-    build,
-    choose_device,
-    environment,
-    move,
-    peak_bytes,
-    shard,
-)
-from growprune.engine.folder import (
-    RunFolder,
-    check_same_plan,
-    check_same_recipe,
-    check_same_work,
-    fields_of,
-    portable,
-)
+from growprune.engine.building import build, choose_device, environment, move, peak_bytes, shard
+from growprune.engine.folder import RunFolder, check_same_plan, check_same_recipe, check_same_work, fields_of, portable
 from growprune.engine.mesh import Mesh, ask_first, join, wait_for_all
 from growprune.engine.observers import Accounting, Best, Event, Events, Exploration, Tally
 from growprune.engine.recipe import Recipe, describe, require

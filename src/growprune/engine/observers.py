@@ -49,13 +49,8 @@ class Tally:
     peak_alive: int = 0
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            self.flops + other.flops,
-            self.iterations + other.iterations,
-            self.examples + other.examples,
-            self.alive_sum + other.alive_sum,
-            max(self.peak_alive, other.peak_alive),
-        )
+        sums = {name: count + getattr(other, name) for name, count in vars(self).items()}
+        return Tally(**sums | {"peak_alive": max(self.peak_alive, other.peak_alive)})
 
 
 @dataclass

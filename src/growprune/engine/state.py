@@ -147,24 +147,22 @@ class Checkpoints:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._number = max(checkpoint.numbers(folder.checkpoints), default=0)  # even if none of them can be loaded
         self.previous = 0
         """Number of the checkpoint that was written or loaded last."""
 
     def save(self, state: dict[str, Any], scheduled: ScheduledPhase) -> int:
         """Write a checkpoint of the run, or of a branch, and return its number."""
+        folder, before = self._folder.checkpoints, self.previous
         if scheduled.branch is not None:
             folder = self._folder.branch(scheduled.stage, scheduled.branch)
-            number = max(checkpoint.numbers(folder), default=0) + 1
-            checkpoint.save(folder, number, state)
-            checkpoint.remove_old(folder, [number - 1, number])
-            return number
-        self._number += 1
-        checkpoint.save(self._folder.checkpoints, self._number, state)
-        checkpoint.remove_old(self._folder.checkpoints, [self.previous, self._number])
-        self._folder.remove_branches(before=scheduled.stage)
-        self.previous = self._number
-        return self._number
+            before = max(checkpoint.numbers(folder), default=0)
+        number = max(checkpoint.numbers(folder), default=0) + 1  # even if the newest of them cannot be loaded
+        checkpoint.save(folder, number, state)
+        checkpoint.remove_old(folder, [before, number])
+        if scheduled.branch is None:
+            self._folder.remove_branches(before=scheduled.stage)
+            self.previous = number
+        return number
 
 
 def tensors_of(sparse: SparseModel) -> dict[str, str]:
