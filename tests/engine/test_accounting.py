@@ -11,7 +11,6 @@ from growprune import engine, methods
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition import contiguous
-from growprune.sparse.model import SparseModel
 
 FIGURES = ("training_flops", "training_iterations", "training_examples", "peak_alive", "average_alive")
 
@@ -47,28 +46,6 @@ def test_a_cyclic_run_is_charged_for_the_part_that_is_dense_in_each_step(tmp_pat
     assert result["average_alive"] == (157 + 285 + 118 + 2 * 80) / 5
     # a forward pass has two operations for each live weight
     assert result["training_flops"] == 50 * 3 * 2 * (157 + 285 + 118 + 2 * 80)
-
-
-def test_live_weights_are_counted_once_where_a_phase_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[str] = []
-    enter, count = engine.Run._enter, SparseModel.alive_by_weight
-
-    def entering(run: engine.Run, scheduled: Any) -> None:
-        counted.append("phase")
-        enter(run, scheduled)
-        counted.append("entered")
-
-    def counting(sparse: SparseModel) -> dict[str, int]:
-        counted.append("count")  # which a GPU has to be waited for
-        return count(sparse)
-
-    monkeypatch.setattr(engine.Run, "_enter", entering)
-    monkeypatch.setattr(SparseModel, "alive_by_weight", counting)
-    recipe = replace(short(plain(), methods.gmp, iterations=4, every=1, begin=0.25, until=1.0), exploration=False)
-    engine.train(recipe, tmp_path / "run")
-    inside = " ".join(counted).split("phase")[1:]
-    assert [part.split("entered")[0].split() for part in inside] == [["count"]] * len(inside)
-    assert len(inside) > 2
 
 
 def test_phases_that_end_within_an_epoch_are_charged_by_the_examples_they_had(tmp_path: Path) -> None:
@@ -122,10 +99,6 @@ def test_what_lives_where_branches_are_put_together_counts_in_the_peak(
     assert found.peak_density == pytest.approx(peak / 400, abs=0.003)
     assert found.merged_density == pytest.approx(1.0 if allocation == "global" else 0.2)
     assert max(cost.density for cost in found.costs) < 0.75  # of what is trained
-
-
-def test_without_forks_nothing_is_put_together() -> None:
-    assert estimate(short(plain(), methods.cyclic_gap, steps=3, epochs=1, finetune=2)).merged_density == 0
 
 
 def test_runs_of_one_seed_see_the_same_data_whatever_their_method(tmp_path: Path) -> None:

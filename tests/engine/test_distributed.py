@@ -78,17 +78,6 @@ def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
         assert received == [alive + rest] * 2
 
 
-def test_with_one_ranking_over_the_model_parts_are_sent_dense_and_pruned_together(tmp_path: Path) -> None:
-    recipe = replace(parallel(), task=Toy(depth=4), parts=contiguous(4), allocation="global")
-    engine.train(recipe, tmp_path / "one")
-    assert run_on(2, recipe, tmp_path / "two") == []
-    assert model_bytes(tmp_path / "two") == model_bytes(tmp_path / "one")
-    events = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
-    tensors = dict(recipe.task.build_model().named_parameters())
-    dense = sum(tensor.numel() * 4 for name, tensor in tensors.items() if name.startswith(("fc2", "head")))
-    assert all(event["bytes_received"] >= dense for event in events if event["event"] == "combined")
-
-
 @pytest.mark.parametrize(
     ("storage", "num_examples"),
     [("masked", 49), ("compact", 51)],
@@ -130,9 +119,10 @@ def test_batchnorm_sees_the_examples_of_all_replicas_and_no_others(
         (methods.snip, {"accumulate": 3}),
         (methods.snip, {"storage": "compact"}),
         (methods.snip, {"task": Toy(is_normed=True)}),
+        (methods.snip, {"storage": "compact", "shard": "fsdp"}),
         (methods.grasp, {}),
     ],
-    ids=["snip", "accumulated", "compact", "BatchNorm", "grasp"],
+    ids=["snip", "accumulated", "compact", "BatchNorm", "sharded", "grasp"],
 )
 def test_a_first_edit_by_gradient_is_the_same_on_any_number_of_replicas(
     method: Any, change: dict[str, Any], tmp_path: Path
@@ -144,14 +134,6 @@ def test_a_first_edit_by_gradient_is_the_same_on_any_number_of_replicas(
     for world in (2, 3):
         assert run_on(world, recipe, tmp_path / str(world)) == []
         assert model_bytes(tmp_path / str(world)) == model_bytes(tmp_path / "1")
-
-
-def test_a_first_edit_by_gradient_is_the_same_where_the_model_is_sharded(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    recipe = replace(plain(), method=methods.snip, options={"iterations": 0}, storage="compact")
-    engine.train(recipe, tmp_path / "1")
-    assert run_on(2, replace(recipe, shard="fsdp", replicas=2), tmp_path / "2") == []
-    assert model_bytes(tmp_path / "2") == model_bytes(tmp_path / "1")
 
 
 def test_batchnorm_of_a_single_example_is_refused_on_replicas_too(tmp_path: Path) -> None:
@@ -247,12 +229,13 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
     assert "Use a free port" in said[0]
 
 
-def test_branches_may_have_replicas_too(tmp_path: Path) -> None:
-    recipe = replace(
-        plain(), method=gp.methods.parallel_gap, options={"steps": 1, "epochs": 1, "finetune": 1}, parts=contiguous(2)
-    )
+@pytest.mark.parametrize(
+    ("storage", "shard"), [("masked", "none"), pytest.param("compact", "fsdp", marks=pytest.mark.slow)]
+)
+def test_branches_may_have_replicas_and_shards_too(storage: str, shard: str, tmp_path: Path) -> None:
+    recipe = replace(parallel(), task=Toy(is_plain=True), parts=contiguous(2), storage=storage)
     engine.train(recipe, tmp_path / "one")
-    assert run_on(4, replace(recipe, replicas=2), tmp_path / "four") == []
+    assert run_on(4, replace(recipe, shard=shard, replicas=2), tmp_path / "four") == []
     one, four = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "four"))
     for name in one:
         torch.testing.assert_close(four[name], one[name], rtol=1e-5, atol=1e-6)
@@ -378,16 +361,6 @@ def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> No
                 os.killpg(machine.pid, signal.SIGKILL)
             machine.wait()
     assert model_bytes(folder) == model_bytes(tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_groups_of_shards_take_the_branches_of_a_fork(tmp_path: Path) -> None:
-    recipe = replace(parallel(), task=Toy(is_plain=True), parts=contiguous(2), storage="compact")
-    engine.train(recipe, tmp_path / "one")
-    assert run_on(4, replace(recipe, shard="fsdp", replicas=2), tmp_path / "four") == []
-    one, four = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "four"))
-    for name in one:
-        torch.testing.assert_close(four[name], one[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [plain, parallel], ids=["cyclic", "parallel"])

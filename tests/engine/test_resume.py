@@ -13,6 +13,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from several import carry_on
 from toy import continuing, cyclic, parallel, stopped
 
 import growprune as gp
@@ -43,12 +44,6 @@ RECIPES = {
 }
 NUM_KILLS = {"cyclic, restart": 4, "parallel, continue": 4, "cyclic, compact": 4, "rigl, compact": 2, "admm": 2}
 """How often some of them are killed; what a checkpoint of the others holds, the test below sees of all."""
-
-
-def carry_on(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    if (folder / "recipe.json").exists():
-        return engine.resume(recipe, folder)
-    return engine.train(recipe, folder)
 
 
 def live(recipe: Recipe, folder: Path) -> None:
@@ -179,12 +174,6 @@ def test_a_checkpoint_without_its_marker_is_never_loaded(tmp_path: Path) -> None
     checkpoint.save(tmp_path, 2, {"x": 2})
     (tmp_path / "00000002" / "COMPLETE").unlink()
     assert checkpoint.load_newest(tmp_path, lambda message: None) == (1, {"x": 1})
-
-
-def test_resuming_with_another_recipe_is_refused_and_names_the_field(tmp_path: Path) -> None:
-    engine.train(cyclic(), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"started with sparsity=0\.8, but the recipe has 0\.5 now"):
-        engine.resume(replace(cyclic(), sparsity=0.5), tmp_path / "run")
 
 
 def in_its_second_phase(folder: Path) -> Path:

@@ -49,18 +49,16 @@ def built(recipe: Recipe) -> gp.SparseModel:
 
 
 @storages
-def test_a_run_begins_with_the_weights_and_masks_of_a_run_folder(storage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_dense", [False, True], ids=["run folder", "dense file"])
+def test_a_run_begins_with_the_weights_and_masks_of_a_run_folder_and_with_the_zeros_of_a_dense_file(
+    is_dense: bool, storage: str, tmp_path: Path
+) -> None:
     state = trained(tmp_path)
-    sparse = built(recipe_from(tmp_path, storage=storage))
-    assert sparse.num_alive == sparse.num_prunable // 2  # the live weight that is zero too
-    assert all(torch.equal(tensor, state[name]) for name, tensor in sparse.model.state_dict().items())
-
-
-@storages
-def test_of_a_dense_file_the_zeros_are_dead_if_the_plan_begins_with_them(storage: str, tmp_path: Path) -> None:
-    state = trained(tmp_path)
-    sparse = built(recipe_from(tmp_path / "dense.safetensors", storage=storage))
-    assert all(torch.equal(mask, state[name] != 0) for name, mask in sparse.masks.items())
+    sparse = built(recipe_from(tmp_path / "dense.safetensors" if is_dense else tmp_path, storage=storage))
+    if is_dense:
+        assert all(torch.equal(mask, state[name] != 0) for name, mask in sparse.masks.items())
+    else:
+        assert sparse.num_alive == sparse.num_prunable // 2  # the live weight that is zero too
     assert all(torch.equal(tensor, state[name]) for name, tensor in sparse.model.state_dict().items())
 
 
