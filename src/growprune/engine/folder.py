@@ -293,11 +293,16 @@ def check_same_plan(folder: RunFolder, plan: Plan) -> None:
     raise GrowpruneError(f"{folder.path} was started with another plan: {what}. {_SAME_CODE}")
 
 
-def check_same_parts(folder: RunFolder, plan: Plan) -> None:
-    """Raise if the model or its parts differ from those of the run. The error names the first part that differs.
+_SAME_CODE = "Resume with the versions of growprune and of your code that started it, or start a new run"
+
+
+def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int) -> None:
+    """Raise if the recipe of a run now gives another plan or other parts. The error names the first that differs.
 
     For an unfinished run, `check_same_tensors` checks every tensor of the checkpoint.
     """
+    plan = recipe.plan(recipe.shapes(), iterations_per_epoch)
+    check_same_plan(folder, plan)
     began, now = folder.read_plan().get("parts", {}), parts_of(plan)
     for name in {**began, **now} if began else ():
         if began.get(name) != now.get(name):
@@ -305,16 +310,6 @@ def check_same_parts(folder: RunFolder, plan: Plan) -> None:
                 f"{folder.path} was started with another model or other parts: part {name} was "
                 f"{_short(began.get(name, 'missing'))}, and is {_short(now.get(name, 'missing'))} now. {_SAME_CODE}"
             )
-
-
-_SAME_CODE = "Resume with the versions of growprune and of your code that started it, or start a new run"
-
-
-def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int) -> None:
-    """Raise if the recipe of a run now gives another plan or other parts."""
-    plan = recipe.plan(recipe.shapes(), iterations_per_epoch)
-    check_same_plan(folder, plan)
-    check_same_parts(folder, plan)
 
 
 def fields_of(recipe: Recipe) -> dict[str, Any]:

@@ -136,8 +136,11 @@ def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
     changes: Changes = {}
     for key, text in settings.items():
         path = key.split(".")
-        if path == ["options"]:
-            recipe = _with_all_options(recipe, text)
+        if path == ["options"]:  # all of them, as a JSON object
+            recipe = replace(recipe, options={})
+            for name, value in convert(text, dict, key).items():
+                said = value if isinstance(value, str) else json.dumps(value)
+                recipe = _with_option(recipe, [name], said, f"options.{name}")
         elif path[0] == "options":
             recipe = _with_option(recipe, path[1:], text, key)
         elif path == ["parts"]:
@@ -219,15 +222,6 @@ def _nested(value: Any) -> Iterator[str]:
     for outer in fields(value):
         inside = getattr(value, outer.name)
         yield from (f"{outer.name}.{inner.name}" for inner in (fields(inside) if is_dataclass(inside) else ()))
-
-
-def _with_all_options(recipe: Recipe, text: str) -> Recipe:
-    """Replace all options by those of a JSON object."""
-    recipe = replace(recipe, options={})
-    for name, value in convert(text, dict, "options").items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        recipe = _with_option(recipe, [name], text, f"options.{name}")
-    return recipe
 
 
 def _with_option(recipe: Recipe, path: list[str], text: str, key: str) -> Recipe:
