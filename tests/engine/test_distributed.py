@@ -22,11 +22,11 @@ import torch
 from paths import TOY
 from several import run_on, start_on
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from toy import Toy, continuing, parallel, plain
+from toy import Toy, continuing, parallel, plain, slow_parallel
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine.mesh import Mesh
+from growprune.engine.mesh import Mesh, check_shape
 from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import split
 from growprune.masks.partition import contiguous
@@ -265,8 +265,6 @@ def test_more_groups_than_branches_and_odd_replicas_are_refused_with_a_remedy() 
     model = Toy().build_model()
     alone = Mesh(parallel().plan(model), 0)
     assert (alone.groups, alone.replicas, alone.is_first, alone.is_local(2)) == (1, 1, True, True)
-    from growprune.engine.mesh import check_shape
-
     with pytest.raises(ValueError, match=r"8 processes .* 8 groups, but the plan has only 3 branches.*replicas=3"):
         check_shape(8, 1, 3)
     with pytest.raises(ValueError, match="the number of processes must be a multiple of replicas=2, got 5"):
@@ -312,8 +310,6 @@ def progress_of(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
 def test_a_run_one_of_whose_workers_is_killed_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
-    from toy import slow_parallel
-
     engine.train(slow_parallel(), tmp_path / "undisturbed")
     folder, chance = tmp_path / "killed", random.Random(0)
     command = torchrun(
@@ -335,8 +331,6 @@ def test_a_run_one_of_whose_workers_is_killed_ends_with_the_undisturbed_bits(tmp
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
 def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> None:
-    from toy import slow_parallel
-
     engine.train(slow_parallel(), tmp_path / "undisturbed")
     folder, port = tmp_path / "run", forked.free_port()
     meeting = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]

@@ -15,6 +15,7 @@ import growprune as gp
 from growprune import engine
 from growprune.engine.folder import FORMAT, RunFolder
 from growprune.engine.recipe import OptimizerConfig
+from growprune.engine.state import check_same_tensors, tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -229,11 +230,6 @@ def lost(model: nn.Module) -> nn.Module:
     return model
 
 
-def without_statistics(model: nn.Module) -> nn.Module:
-    model.norm = nn.BatchNorm1d(16, track_running_stats=False)
-    return model
-
-
 def wider(model: nn.Module) -> nn.Module:
     model.fc2, model.head = nn.Linear(16, 24), nn.Linear(24, 3)
     return model
@@ -247,7 +243,6 @@ def rounded(model: nn.Module) -> nn.Module:
 CHANGES = {
     gained: "scale is float32 (1,) now, and missing in the checkpoint",
     lost: "norm.weight is missing now, and float32 (16,) in the checkpoint",
-    without_statistics: "norm.running_mean is missing now, and float32 (16,) in the checkpoint",
     wider: "fc2.weight is prunable float32 (24, 16) now, and prunable float32 (16, 16) in the checkpoint",
     rounded: "norm.weight is bfloat16 (16,) now, and float32 (16,) in the checkpoint",
 }
@@ -267,8 +262,6 @@ def test_a_run_does_not_go_on_with_another_model(
 
 
 def test_what_the_tensors_of_a_model_are_does_not_depend_on_their_storage() -> None:
-    from growprune.engine.state import check_same_tensors, tensors_of
-
     masked, compact = (
         gp.SparseModel(Toy().build_model(), sparsity=0.8, storage=kind) for kind in ("masked", "compact")
     )

@@ -126,9 +126,8 @@ ASK_EVERY = 16
 
 class Mesh:
     """The groups and replicas of a run, and the place of this process among them.
-    Args:
-        replicas: number of processes that train each branch together; 0 for as many as the plan can use.
-        timeout_seconds: how long to wait for another process.
+
+    With replicas=0, as many processes train each branch together as the plan can use.
     """
 
     def __init__(self, plan: Plan, replicas: int, timeout_seconds: float = 600.0) -> None:

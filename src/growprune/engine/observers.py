@@ -55,14 +55,11 @@ class Tally:
 
 @dataclass
 class Accounting:
-    """Counts for one process of a run.
-
-    Args:
-        example: an input of the model, on its device, in a batch of one.
-    """
+    """Counts for one process of a run."""
 
     sparse: SparseModel
     example: Any
+    """An input of the model, on its device, in a batch of one."""
     total: Tally = field(default_factory=Tally)
     """Counts outside branches, and of the forks that are over."""
     branch: Tally | None = None
@@ -143,10 +140,7 @@ class Exploration:
     """Tracks which weights ever lived, ever were dead, and lived in the last phase. Needs three bits of CPU memory per
     weight.
 
-    Args:
-        folder: where branches write what they explored until they are combined.
-        is_on: if False, nothing is tracked, and `figures` stays empty.
-        is_writer: True if this process writes for the branch it trains.
+    Branches write what they explored to the folder until they are combined. If it is not on, `figures` stays empty.
     """
 
     def __init__(self, sparse: SparseModel, folder: RunFolder, *, is_on: bool, is_writer: bool) -> None:
@@ -226,13 +220,7 @@ def _read(path: Path) -> Tensor:
 
 
 class Best:
-    """The best model so far.
-
-    Args:
-        path: the file it is kept in.
-        metric: decides which model is better.
-        is_writer: True if this process writes the file. Other processes only keep the score.
-    """
+    """The best model so far. Only a writer keeps it, in a file; other processes know its score."""
 
     def __init__(self, path: Path, metric: Metric, *, is_writer: bool) -> None:
         self._path, self._metric, self._is_writer = path, metric, is_writer

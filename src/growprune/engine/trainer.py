@@ -118,11 +118,7 @@ class TrainingDiverged(RuntimeError):
 
 
 class Training:
-    """Trains a sparse model through the phases of a plan, one iteration at a time.
-
-    Args:
-        per_epoch: number of iterations per epoch.
-    """
+    """Trains a sparse model through the phases of a plan, one iteration at a time."""
 
     def __init__(
         self,
