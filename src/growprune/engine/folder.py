@@ -17,10 +17,10 @@ from typing import Any
 
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
-from growprune.files import disk
+from growprune.files import checkpoint, disk
 from growprune.files.disk import finite
 from growprune.files.reader import open_sparse
-from growprune.plan import Plan, walk
+from growprune.plan import Plan, ScheduledPhase, walk
 from growprune.plan.phases import Row, fold
 from growprune.runs.record import FORMAT, origin_of, read_recipe
 from growprune.runs.result import Result
@@ -59,11 +59,24 @@ class RunFolder:
         """File with the weights that a branch of a fork explored."""
         return self.branch(stage, branch) / "explored.safetensors"
 
-    def remove_branches(self, before: int) -> None:
-        """Remove the checkpoints of forks before a stage of the plan."""
-        for path in (self.checkpoints / "branches").glob("[0-9]*-[0-9]*"):
-            if int(path.name.partition("-")[0]) < before:
-                shutil.rmtree(path, ignore_errors=True)
+    def save(self, state: dict[str, Any], scheduled: ScheduledPhase, previous: int) -> int:
+        """Write a checkpoint of the run, or of a branch, and return its number. The two newest are kept.
+
+        Args:
+            previous: number of the run's checkpoint that was written or loaded last. Newer ones are damaged.
+        """
+        folder = self.checkpoints
+        if scheduled.branch is not None:
+            folder = self.branch(scheduled.stage, scheduled.branch)
+            previous = max(checkpoint.numbers(folder), default=0)
+        number = max(checkpoint.numbers(folder), default=0) + 1
+        checkpoint.save(folder, number, state)
+        checkpoint.remove_old(folder, [previous, number])
+        if scheduled.branch is None:
+            for path in (folder / "branches").glob("[0-9]*-[0-9]*"):  # those of forks that are over
+                if int(path.name.partition("-")[0]) < scheduled.stage:
+                    shutil.rmtree(path, ignore_errors=True)
+        return number
 
     def check_free(self, recipe: Recipe) -> None:
         """Raise unless the folder is new or empty."""

@@ -24,7 +24,7 @@ from growprune.engine.folder import RunFolder, check_same_plan, check_same_recip
 from growprune.engine.mesh import Mesh, ask_first, join, wait_for_all
 from growprune.engine.observers import Accounting, Best, Event, Events, Exploration, Tally
 from growprune.engine.recipe import Recipe, describe, require
-from growprune.engine.state import Checkpoints, Place, RunState, returned_by
+from growprune.engine.state import Place, RunState, returned_by
 from growprune.engine.trainer import Training, digest, fingerprint, work_before
 from growprune.files import checkpoint
 from growprune.files.weights_file import digest_of, weights_file
@@ -120,7 +120,7 @@ def resume(
         if found is not None:
             number, state = found
             run.state.load_state_dict(state)
-            run.checkpoints.previous = number
+            run.previous = number
             current = run.schedule[run.place.position]
             run.events.log_event("resumed", current, number=number, iteration=run.iteration_of(current))
         elif run.mesh.is_first and not any(folder.checkpoints.glob("*")):  # damaged ones were named already
@@ -182,7 +182,8 @@ class Run:
 
             listeners.append(Logs(recipe.log, folder.path))
         self.events = Events(folder, listeners, len(self.schedule) - 1)
-        self.checkpoints = Checkpoints(folder)
+        self.previous = 0
+        """Number of the checkpoint of the run that was written or loaded last."""
         self.save_at, self.show_at = time.monotonic() + recipe.checkpoint_seconds, 0.0
         """When the next checkpoint and the next update of the display are due."""
         # 5) where the plan ends
@@ -392,7 +393,9 @@ class Run:
             device = ("cpu" if is_writer else "meta") if self.is_sharded else None
             state = self.state.state_dict(device)
             if is_writer:
-                self.events.log_event("checkpoint", scheduled, number=self.checkpoints.save(state, scheduled))
+                number = self.folder.save(state, scheduled, self.previous)
+                self.previous = self.previous if in_branch else number
+                self.events.log_event("checkpoint", scheduled, number=number)
         self.save_at = time.monotonic() + self.recipe.checkpoint_seconds
 
     def _interrupt(self, scheduled: ScheduledPhase) -> None:

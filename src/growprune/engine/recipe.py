@@ -30,10 +30,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-FUSED = ("sgd", "adam", "adamw")
-"""Optimizers with a fused kernel on GPUs."""
-
-
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer of a recipe, and its settings."""
@@ -84,7 +80,7 @@ class OptimizerConfig:
             "nesterov": self.nesterov or None,
             "betas": self.betas,
             "eps": self.eps,
-            "fused": (self.kind in FUSED and any(p.is_cuda for p in parameters)) or None,
+            "fused": (self.kind in ("sgd", "adam", "adamw") and any(p.is_cuda for p in parameters)) or None,
         }
         options = {name: value for name, value in given.items() if value is not None}
         try:

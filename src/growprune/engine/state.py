@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from growprune.engine.folder import RunFolder
 from growprune.engine.observers import Accounting, Best, Exploration
 from growprune.engine.trainer import Training
 from growprune.errors import GrowpruneError
-from growprune.files import checkpoint
 from growprune.masks.bits import Snapshot
 from growprune.masks.layers import dense_shape
 from growprune.plan import Action, Edit, ScheduledPhase
@@ -140,29 +138,6 @@ class RunState:
     @property
     def is_in_branch(self) -> bool:
         return self.place.current is not None and self.place.current.branch is not None
-
-
-class Checkpoints:
-    """The checkpoints of a run, and of the branches of the fork it is in. Of each, the two newest are kept."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self.previous = 0
-        """Number of the checkpoint that was written or loaded last."""
-
-    def save(self, state: dict[str, Any], scheduled: ScheduledPhase) -> int:
-        """Write a checkpoint of the run, or of a branch, and return its number."""
-        folder, before = self._folder.checkpoints, self.previous
-        if scheduled.branch is not None:
-            folder = self._folder.branch(scheduled.stage, scheduled.branch)
-            before = max(checkpoint.numbers(folder), default=0)
-        number = max(checkpoint.numbers(folder), default=0) + 1  # even if the newest of them cannot be loaded
-        checkpoint.save(folder, number, state)
-        checkpoint.remove_old(folder, [before, number])
-        if scheduled.branch is None:
-            self._folder.remove_branches(before=scheduled.stage)
-            self.previous = number
-        return number
 
 
 def tensors_of(sparse: SparseModel) -> dict[str, str]:
