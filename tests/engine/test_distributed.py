@@ -20,9 +20,9 @@ import forked
 import pytest
 import torch
 from paths import TOY
-from several import run_on, start_on
+from several import progress_of, run_on, start_on
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from toy import Toy, continuing, parallel, plain, slow_parallel
+from toy import Toy, continuing, parallel, plain, slow_parallel, stopped
 
 import growprune as gp
 from growprune import engine, methods
@@ -244,9 +244,7 @@ def test_branches_may_have_replicas_and_shards_too(storage: str, shard: str, tmp
 def test_a_run_may_be_resumed_on_another_number_of_processes(tmp_path: Path) -> None:
     recipe = replace(parallel(), task=Toy(depth=4), parts=contiguous(4))
     engine.train(recipe, tmp_path / "undisturbed")
-    countdown = iter([False] * 10)  # into the third branch of the first fork
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, tmp_path / "run", should_stop=lambda: next(countdown, True))
+    stopped(recipe, tmp_path / "run", 10)  # into the third branch of the first fork
     assert len(list((tmp_path / "run" / "checkpoints" / "branches").iterdir())) == 3
     assert run_on(3, recipe, tmp_path / "run") == []
     assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "undisturbed")
@@ -301,10 +299,6 @@ def workers_of(folder: Path) -> list[int]:
         if b"growprune" in words and str(folder).encode() in words and b"torch.distributed.run" not in words:
             found.append(int(path.parent.name))
     return sorted(found)
-
-
-def progress_of(folder: Path) -> int:
-    return sum(log.read_bytes().count(b"\n") for log in folder.glob("log*.jsonl"))
 
 
 @pytest.mark.slow

@@ -71,14 +71,10 @@ def test_settings_at_the_edge_of_what_is_allowed_are_taken() -> None:
     assert settings.lr == 0
 
 
-def test_a_curve_of_no_known_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="shape must be one of cosine, step, inverse_sqrt, constant, got 'foo'"):
-        LRSchedule("foo")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"shape": "foo"}, "shape must be one of cosine, step, inverse_sqrt, constant, got 'foo'"),
         ({"warmup_epochs": -1}, "warmup_epochs must be >= 0, got -1"),
         ({"every_epochs": -2.0}, "every_epochs must be >= 0, got -2.0"),
         ({"milestones": (0.5, 30)}, "milestones must be in .* each, got \\(0.5, 30\\)"),
@@ -88,4 +84,4 @@ def test_a_curve_of_no_known_shape_is_refused() -> None:
 )
 def test_a_curve_that_would_rise_or_never_end_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LRSchedule("step", **settings)
+        LRSchedule(**{"shape": "step", **settings})

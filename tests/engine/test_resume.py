@@ -13,7 +13,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from several import carry_on
+from several import carry_on, progress_of
 from toy import continuing, cyclic, parallel, stopped
 
 import growprune as gp
@@ -64,11 +64,6 @@ def outcome(folder: Path) -> tuple[bytes, bytes, Any]:
         name: found.get(name) for name in ("history", "best", "test", "training_flops", "average_alive", "peak_alive")
     }
     return result.model.read_bytes(), result.best.read_bytes(), (nest, bits, told)
-
-
-def progress_of(folder: Path) -> int:
-    log = folder / "log.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 @pytest.mark.slow
@@ -215,13 +210,6 @@ def test_damaged_notes_of_a_branch_are_written_again_by_who_trained_it(content: 
         engine.RunFolder(folder).read_rows(1, 0)
     engine.resume(parallel(), folder)
     assert outcome(folder)[:2] == outcome(tmp_path / "undisturbed")[:2]
-
-
-def test_a_file_named_like_a_checkpoint_does_not_stop_a_run(tmp_path: Path) -> None:
-    stopped(cyclic(), tmp_path, 9)
-    (tmp_path / "checkpoints" / "00000007").write_text("mine")
-    assert engine.resume(cyclic(), tmp_path)["test"]
-    assert (tmp_path / "checkpoints" / "00000007").read_text() == "mine"
 
 
 def test_a_recipe_says_how_rates_follow_density_and_storages_agree(tmp_path: Path) -> None:

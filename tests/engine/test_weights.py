@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from toy import Toy, cyclic
+from toy import Toy, cyclic, stopped
 from typer.testing import CliRunner
 
 import growprune as gp
 from growprune import cli, engine, methods
 from growprune.engine.building import build
-from growprune.engine.loop import Interrupted
 from growprune.engine.recipe import Recipe
 from growprune.files.importers import load_weights
 
@@ -88,9 +87,7 @@ def test_a_run_from_a_file_is_gone_on_with_to_the_same_bits_wherever_the_file_li
     trained(tmp_path / "w")
     recipe = recipe_from(tmp_path / "w")
     engine.train(recipe, tmp_path / "whole")
-    seen = iter([False, True])
-    with pytest.raises(Interrupted):
-        engine.train(recipe, tmp_path / "cut", should_stop=lambda: next(seen))
+    stopped(recipe, tmp_path / "cut", 1)
     (tmp_path / "w").rename(tmp_path / "moved")
     engine.resume(replace(recipe, weights=str(tmp_path / "moved")), tmp_path / "cut")
     ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
@@ -100,8 +97,7 @@ def test_a_run_from_a_file_is_gone_on_with_to_the_same_bits_wherever_the_file_li
 def test_going_on_with_another_file_is_refused(tmp_path: Path) -> None:
     trained(tmp_path / "w")
     recipe = recipe_from(tmp_path / "w")
-    with pytest.raises(Interrupted):
-        engine.train(recipe, tmp_path / "run", should_stop=lambda: True)
+    stopped(recipe, tmp_path / "run", 0)
     with pytest.raises(gp.GrowpruneError, match=r"weights.json differs .* the file of initial weights, changed"):
         engine.resume(replace(recipe, weights=str(tmp_path / "w" / "dense.safetensors")), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "weights.json").read_text())["file"] == "model.safetensors"
