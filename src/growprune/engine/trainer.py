@@ -43,13 +43,12 @@ class Batches:
 
     def of(self, branch: int | None, iteration: int) -> Iterator[Any]:
         """Yield the batches of an iteration. Use them all before asking for the next iteration."""
-        if self._prepared is not None and self._prepared[0] == (branch, iteration):
+        if self._stream is not None and self._prepared is not None and self._prepared[0] == (branch, iteration):
             first = self._prepared[1]
-            if self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
-                for leaf in tree_leaves(first):
-                    if isinstance(leaf, Tensor) and leaf.is_cuda:  # tell the allocator that this stream uses it too
-                        leaf.record_stream(torch.cuda.current_stream())
+            torch.cuda.current_stream().wait_stream(self._stream)
+            for leaf in tree_leaves(first):
+                if isinstance(leaf, Tensor) and leaf.is_cuda:  # tell the allocator that this stream uses it too
+                    leaf.record_stream(torch.cuda.current_stream())
         else:
             first = self._first(branch, iteration)
         self._prepared, self._place = None, (branch, iteration + 1)
