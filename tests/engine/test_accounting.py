@@ -9,9 +9,9 @@ from toy import Toy, cyclic, plain
 
 from growprune import engine, methods
 from growprune.engine.cost import estimate
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import OptimizerConfig, Recipe
 from growprune.masks.partition import contiguous
-from growprune.sparse.model import SparseModel
+from growprune.plan import By, Phase, method, prune
 
 FIGURES = ("training_flops", "training_iterations", "training_examples", "peak_alive", "average_alive")
 
@@ -49,28 +49,6 @@ def test_a_cyclic_run_is_charged_for_the_part_that_is_dense_in_each_step(tmp_pat
     assert result["training_flops"] == 50 * 3 * 2 * (157 + 285 + 118 + 2 * 80)
 
 
-def test_live_weights_are_counted_once_where_a_phase_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[str] = []
-    enter, count = engine.Run._enter, SparseModel.alive_by_weight
-
-    def entering(run: engine.Run, scheduled: Any) -> None:
-        counted.append("phase")
-        enter(run, scheduled)
-        counted.append("entered")
-
-    def counting(sparse: SparseModel) -> dict[str, int]:
-        counted.append("count")  # which a GPU has to be waited for
-        return count(sparse)
-
-    monkeypatch.setattr(engine.Run, "_enter", entering)
-    monkeypatch.setattr(SparseModel, "alive_by_weight", counting)
-    recipe = replace(short(plain(), methods.gmp, iterations=4, every=1, begin=0.25, until=1.0), exploration=False)
-    engine.train(recipe, tmp_path / "run")
-    inside = " ".join(counted).split("phase")[1:]
-    assert [part.split("entered")[0].split() for part in inside] == [["count"]] * len(inside)
-    assert len(inside) > 2
-
-
 def test_phases_that_end_within_an_epoch_are_charged_by_the_examples_they_had(tmp_path: Path) -> None:
     result = engine.train(short(plain(), methods.gmp, iterations=4, every=1, begin=0.5, until=0.5), tmp_path / "run")
     # batches of 16, 16 dense; 16 and 2 at 80 %
@@ -86,11 +64,7 @@ def test_accumulated_batches_count_all_their_examples(tmp_path: Path) -> None:
 
 def test_a_dense_model_that_only_gave_its_gradients_counts_in_the_peak(tmp_path: Path) -> None:
     def snip(S: Any, *, sparsity: float) -> Any:
-        from growprune.plan import By, Phase, prune
-
         yield Phase(prune(S.whole, to=sparsity, by=By.SNIP), epochs=1)
-
-    from growprune.plan import method
 
     result = engine.train(short(plain(), method(snip)), tmp_path / "run")
     assert (result["peak_alive"], result["average_alive"]) == (400, 80.0)
@@ -124,13 +98,35 @@ def test_what_lives_where_branches_are_put_together_counts_in_the_peak(
     assert max(cost.density for cost in found.costs) < 0.75  # of what is trained
 
 
-def test_without_forks_nothing_is_put_together() -> None:
-    assert estimate(short(plain(), methods.cyclic_gap, steps=3, epochs=1, finetune=2)).merged_density == 0
-
-
 def test_runs_of_one_seed_see_the_same_data_whatever_their_method(tmp_path: Path) -> None:
     first = engine.train(cyclic(), tmp_path / "cyclic")["data"]
     assert first["num_batches"] == 4
     assert engine.train(short(cyclic(), methods.rigl, epochs=1), tmp_path / "rigl")["data"] == first
     assert engine.train(replace(cyclic(), seed=1), tmp_path / "seed")["data"] != first
     assert engine.train(replace(cyclic(), task=Toy(num_examples=60)), tmp_path / "more")["data"] != first
+
+
+def test_a_plan_knows_what_each_rank_will_hold() -> None:
+    recipe = replace(
+        plain(),
+        task=Toy(is_plain=True),  # 96 + 256 + 48 prunable weights, 35 biases
+        method=methods.one_shot,
+        options={"epochs": 1, "finetune": 1},
+        parts=contiguous(1),
+        keep_dense=(),
+        sparsity=0.75,
+        storage="compact",
+        optimizer=OptimizerConfig(kind="adamw"),
+    )
+    memory = estimate(recipe).memory  # dense at first
+    assert (memory.shared, memory.masks) == (4 * 4 * (400 + 35), 400 // 8 + 4)
+    assert memory.per_rank(3) == 2320 + 54
+    sgd = estimate(replace(recipe, optimizer=OptimizerConfig(kind="sgd", momentum=0.9), storage="masked"))
+    assert (sgd.memory.per_rank(), sgd.can_be_sharded) == (4 * 3 * 435 + 400, False)
+
+
+def test_the_peak_of_a_plan_that_is_never_dense_counts() -> None:
+    recipe = replace(plain(), task=Toy(is_plain=True), method=methods.static_random, options={"epochs": 1})
+    recipe = replace(recipe, parts=contiguous(1), keep_dense=(), sparsity=0.75, storage="compact")
+    recipe = replace(recipe, optimizer=OptimizerConfig(kind="sgd"))
+    assert estimate(recipe).memory.shared == 4 * 2 * (100 + 35)

@@ -60,14 +60,6 @@ def test_a_batch_made_ahead_is_the_one_that_was_to_come(monkeypatch: pytest.Monk
         assert task.num_made == num_made + 1
 
 
-def test_nothing_is_made_ahead_on_a_cpu() -> None:
-    task = Numbered()
-    source = batches(task)
-    taken(source, (None, 0))
-    source.prepare(None, 1)
-    assert task.num_made == 2
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_batch_made_ahead_on_a_gpu_is_not_overwritten() -> None:
     class Large(Numbered):

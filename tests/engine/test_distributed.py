@@ -20,13 +20,13 @@ import forked
 import pytest
 import torch
 from paths import TOY
-from several import run_on, start_on
+from several import progress_of, run_on, start_on
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from toy import Toy, continuing, parallel, plain
+from toy import Toy, continuing, parallel, plain, slow_parallel, stopped
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine.mesh import Mesh
+from growprune.engine.mesh import Mesh, check_shape
 from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import split
 from growprune.masks.partition import contiguous
@@ -78,17 +78,6 @@ def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
         assert received == [alive + rest] * 2
 
 
-def test_with_one_ranking_over_the_model_parts_are_sent_dense_and_pruned_together(tmp_path: Path) -> None:
-    recipe = replace(parallel(), task=Toy(depth=4), parts=contiguous(4), allocation="global")
-    engine.train(recipe, tmp_path / "one")
-    assert run_on(2, recipe, tmp_path / "two") == []
-    assert model_bytes(tmp_path / "two") == model_bytes(tmp_path / "one")
-    events = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
-    tensors = dict(recipe.task.build_model().named_parameters())
-    dense = sum(tensor.numel() * 4 for name, tensor in tensors.items() if name.startswith(("fc2", "head")))
-    assert all(event["bytes_received"] >= dense for event in events if event["event"] == "combined")
-
-
 @pytest.mark.parametrize(
     ("storage", "num_examples"),
     [("masked", 49), ("compact", 51)],
@@ -130,9 +119,10 @@ def test_batchnorm_sees_the_examples_of_all_replicas_and_no_others(
         (methods.snip, {"accumulate": 3}),
         (methods.snip, {"storage": "compact"}),
         (methods.snip, {"task": Toy(is_normed=True)}),
+        (methods.snip, {"storage": "compact", "shard": "fsdp"}),
         (methods.grasp, {}),
     ],
-    ids=["snip", "accumulated", "compact", "BatchNorm", "grasp"],
+    ids=["snip", "accumulated", "compact", "BatchNorm", "sharded", "grasp"],
 )
 def test_a_first_edit_by_gradient_is_the_same_on_any_number_of_replicas(
     method: Any, change: dict[str, Any], tmp_path: Path
@@ -144,14 +134,6 @@ def test_a_first_edit_by_gradient_is_the_same_on_any_number_of_replicas(
     for world in (2, 3):
         assert run_on(world, recipe, tmp_path / str(world)) == []
         assert model_bytes(tmp_path / str(world)) == model_bytes(tmp_path / "1")
-
-
-def test_a_first_edit_by_gradient_is_the_same_where_the_model_is_sharded(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    recipe = replace(plain(), method=methods.snip, options={"iterations": 0}, storage="compact")
-    engine.train(recipe, tmp_path / "1")
-    assert run_on(2, replace(recipe, shard="fsdp", replicas=2), tmp_path / "2") == []
-    assert model_bytes(tmp_path / "2") == model_bytes(tmp_path / "1")
 
 
 def test_batchnorm_of_a_single_example_is_refused_on_replicas_too(tmp_path: Path) -> None:
@@ -247,12 +229,13 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
     assert "Use a free port" in said[0]
 
 
-def test_branches_may_have_replicas_too(tmp_path: Path) -> None:
-    recipe = replace(
-        plain(), method=gp.methods.parallel_gap, options={"steps": 1, "epochs": 1, "finetune": 1}, parts=contiguous(2)
-    )
+@pytest.mark.parametrize(
+    ("storage", "shard"), [("masked", "none"), pytest.param("compact", "fsdp", marks=pytest.mark.slow)]
+)
+def test_branches_may_have_replicas_and_shards_too(storage: str, shard: str, tmp_path: Path) -> None:
+    recipe = replace(parallel(), task=Toy(is_plain=True), parts=contiguous(2), storage=storage)
     engine.train(recipe, tmp_path / "one")
-    assert run_on(4, replace(recipe, replicas=2), tmp_path / "four") == []
+    assert run_on(4, replace(recipe, shard=shard, replicas=2), tmp_path / "four") == []
     one, four = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "four"))
     for name in one:
         torch.testing.assert_close(four[name], one[name], rtol=1e-5, atol=1e-6)
@@ -261,9 +244,7 @@ def test_branches_may_have_replicas_too(tmp_path: Path) -> None:
 def test_a_run_may_be_resumed_on_another_number_of_processes(tmp_path: Path) -> None:
     recipe = replace(parallel(), task=Toy(depth=4), parts=contiguous(4))
     engine.train(recipe, tmp_path / "undisturbed")
-    countdown = iter([False] * 10)  # into the third branch of the first fork
-    with pytest.raises(engine.Interrupted):
-        engine.train(recipe, tmp_path / "run", should_stop=lambda: next(countdown, True))
+    stopped(recipe, tmp_path / "run", 10)  # into the third branch of the first fork
     assert len(list((tmp_path / "run" / "checkpoints" / "branches").iterdir())) == 3
     assert run_on(3, recipe, tmp_path / "run") == []
     assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "undisturbed")
@@ -282,8 +263,6 @@ def test_more_groups_than_branches_and_odd_replicas_are_refused_with_a_remedy() 
     model = Toy().build_model()
     alone = Mesh(parallel().plan(model), 0)
     assert (alone.groups, alone.replicas, alone.is_first, alone.is_local(2)) == (1, 1, True, True)
-    from growprune.engine.mesh import check_shape
-
     with pytest.raises(ValueError, match=r"8 processes .* 8 groups, but the plan has only 3 branches.*replicas=3"):
         check_shape(8, 1, 3)
     with pytest.raises(ValueError, match="the number of processes must be a multiple of replicas=2, got 5"):
@@ -322,15 +301,9 @@ def workers_of(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def progress_of(folder: Path) -> int:
-    return sum(log.read_bytes().count(b"\n") for log in folder.glob("log*.jsonl"))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
 def test_a_run_one_of_whose_workers_is_killed_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
-    from toy import slow_parallel
-
     engine.train(slow_parallel(), tmp_path / "undisturbed")
     folder, chance = tmp_path / "killed", random.Random(0)
     command = torchrun(
@@ -352,8 +325,6 @@ def test_a_run_one_of_whose_workers_is_killed_ends_with_the_undisturbed_bits(tmp
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
 def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> None:
-    from toy import slow_parallel
-
     engine.train(slow_parallel(), tmp_path / "undisturbed")
     folder, port = tmp_path / "run", forked.free_port()
     meeting = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
@@ -378,16 +349,6 @@ def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> No
                 os.killpg(machine.pid, signal.SIGKILL)
             machine.wait()
     assert model_bytes(folder) == model_bytes(tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_groups_of_shards_take_the_branches_of_a_fork(tmp_path: Path) -> None:
-    recipe = replace(parallel(), task=Toy(is_plain=True), parts=contiguous(2), storage="compact")
-    engine.train(recipe, tmp_path / "one")
-    assert run_on(4, replace(recipe, shard="fsdp", replicas=2), tmp_path / "four") == []
-    one, four = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "four"))
-    for name in one:
-        torch.testing.assert_close(four[name], one[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [plain, parallel], ids=["cyclic", "parallel"])

@@ -64,10 +64,10 @@ def test_small_scores_are_shown_with_one_more_decimal() -> None:
     assert [decimals(score) for score in (None, 39.3, -12.0, 9.99, 1.47, 0.0)] == [2, 2, 2, 3, 3, 3]
 
 
-def of_bits(folder: Path, method: str, sparsity: float, bits: float) -> Path:
+def of_bits(folder: Path, method: str, sparsity: float, bits: float, validation: float = 0.0) -> Path:
     made = recipe(method, sparsity, 0, task={"name": "Language"})
     scores: dict[str, Any] = {"metric": "bits", "lower_is_better": True}
-    scores |= {"validation": {"bits": bits}, "test": {"bits": bits}}
+    scores |= {"validation": {"bits": validation or bits}, "test": {"bits": bits}}
     return write_run(folder, made, result(made, 0.0, history([1000, 500]), **scores))
 
 
@@ -92,9 +92,6 @@ def test_a_report_of_an_unfinished_run_goes_by_its_log(tmp_path: Path) -> None:
 
 def test_a_report_lets_validation_and_not_test_data_say_who_is_best(tmp_path: Path) -> None:
     for method, (validation, test) in {"rigl": (1.0, 3.0), "gmp": (2.0, 1.5)}.items():
-        made = recipe(method, 0.9, 0, task={"name": "Language"})
-        scores: dict[str, Any] = {"metric": "bits", "lower_is_better": True}
-        scores |= {"validation": {"bits": validation}, "test": {"bits": test}}
-        write_run(tmp_path / method, made, result(made, 0.0, history([1000, 500]), **scores))
+        of_bits(tmp_path / method, method, 0.9, test, validation)
     page = render(find_runs([tmp_path]), "/* drawn by nobody */")
     assert re.search(r"At sparsity 0\.9, rigl\S* \(the best of 2 .*\) reaches bits 3\.000", page)

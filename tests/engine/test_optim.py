@@ -9,30 +9,20 @@ from torch import nn
 from growprune.engine.recipe import OPTIMIZERS, LRSchedule, OptimizerConfig
 
 
-def factors(lr_schedule: LRSchedule, total: int, per_epoch: int) -> list[float]:
-    return [round(lr_schedule.factor(i, total=total, per_epoch=per_epoch), 4) for i in range(total)]
-
-
-def test_cosine_falls_from_one_towards_zero() -> None:
-    assert factors(LRSchedule("cosine"), 4, 2) == [1.0, 0.8536, 0.5, 0.1464]
-
-
-def test_warmup_is_linear_and_the_cosine_fills_the_rest() -> None:
-    assert factors(LRSchedule("cosine", warmup_epochs=2), 6, 1) == [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]
-
-
-def test_steps_come_at_shares_of_the_stretch() -> None:
-    lr_schedule = LRSchedule("step", milestones=(0.5, 0.75), gamma=0.1)
-    assert factors(lr_schedule, 8, 1) == [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
-
-
-def test_inverse_square_root_is_one_where_the_warmup_ends() -> None:
-    lr_schedule = LRSchedule("inverse_sqrt", warmup_epochs=4)
-    assert factors(lr_schedule, 8, 1) == [0.25, 0.5, 0.75, 1.0, 0.8944, 0.8165, 0.7559, 0.7071]
-
-
-def test_constant_with_half_an_epoch_of_warmup() -> None:
-    assert factors(LRSchedule("constant", warmup_epochs=0.5), 5, 4) == [0.5, 1.0, 1.0, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("lr_schedule", "per_epoch", "expected"),
+    [
+        (LRSchedule("cosine"), 2, [1.0, 0.8536, 0.5, 0.1464]),
+        (LRSchedule("cosine", warmup_epochs=2), 1, [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]),
+        (LRSchedule("step", milestones=(0.5, 0.75)), 1, [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]),
+        (LRSchedule("step", every_epochs=1, gamma=0.5, floor=0.2), 2, [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2]),
+        (LRSchedule("inverse_sqrt", warmup_epochs=4), 1, [0.25, 0.5, 0.75, 1.0, 0.8944, 0.8165, 0.7559, 0.7071]),
+        (LRSchedule("constant", warmup_epochs=0.5), 4, [0.5, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_a_curve_is_the_one_computed_by_hand(lr_schedule: LRSchedule, per_epoch: int, expected: list[float]) -> None:
+    total = len(expected)
+    assert [round(lr_schedule.factor(i, total=total, per_epoch=per_epoch), 4) for i in range(total)] == expected
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -46,14 +36,16 @@ def test_every_optimizer_is_built_with_decay_on_weights_only(kind: str) -> None:
     assert (weights["weight_decay"], others["weight_decay"], weights["lr"]) == (0.25, 0.0, 0.5)
 
 
-def test_an_option_the_optimizer_does_not_know_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match="optimizer adam does not accept momentum"):
-        OptimizerConfig("adam", momentum=0.9).build(nn.Linear(2, 2))
-
-
-def test_options_that_torch_refuses_together_are_an_error_that_names_them() -> None:
-    with pytest.raises(ValueError, match="optimizer sgd does not accept nesterov: Nesterov momentum requires"):
-        OptimizerConfig("sgd", nesterov=True).build(nn.Linear(2, 2))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "adam", "momentum": 0.9}, "optimizer adam does not accept momentum"),
+        ({"kind": "sgd", "nesterov": True}, "optimizer sgd does not accept nesterov: Nesterov momentum requires"),
+    ],
+)
+def test_options_that_the_optimizer_refuses_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**settings).build(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -79,14 +71,10 @@ def test_settings_at_the_edge_of_what_is_allowed_are_taken() -> None:
     assert settings.lr == 0
 
 
-def test_a_curve_of_no_known_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="shape must be one of cosine, step, inverse_sqrt, constant, got 'foo'"):
-        LRSchedule("foo")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"shape": "foo"}, "shape must be one of cosine, step, inverse_sqrt, constant, got 'foo'"),
         ({"warmup_epochs": -1}, "warmup_epochs must be >= 0, got -1"),
         ({"every_epochs": -2.0}, "every_epochs must be >= 0, got -2.0"),
         ({"milestones": (0.5, 30)}, "milestones must be in .* each, got \\(0.5, 30\\)"),
@@ -96,4 +84,4 @@ def test_a_curve_of_no_known_shape_is_refused() -> None:
 )
 def test_a_curve_that_would_rise_or_never_end_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LRSchedule("step", **settings)
+        LRSchedule(**{"shape": "step", **settings})

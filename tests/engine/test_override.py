@@ -167,15 +167,6 @@ def test_a_wrong_option_of_a_method_without_annotations_says_what_is_allowed(
     assert message in str(error.value)
 
 
-def test_a_method_that_takes_no_options_is_said_to() -> None:
-    @gp.method
-    def nothing(S):  # type: ignore[no-untyped-def]
-        yield gp.Phase(epochs=1)
-
-    with pytest.raises(ValueError, match=r"--set options\.x: unknown option of nothing. Options are: none"):
-        override(replace(cyclic(), method=nothing, options={}), {"options.x": "1"})
-
-
 def test_a_missing_option_is_named_before_the_method_is_called() -> None:
     recipe = replace(cyclic(), method=unannotated, options={})
     with pytest.raises(ValueError, match=r"unannotated needs steps.* Give it in options"):

@@ -13,6 +13,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from several import carry_on, progress_of
 from toy import continuing, cyclic, parallel, stopped
 
 import growprune as gp
@@ -45,12 +46,6 @@ NUM_KILLS = {"cyclic, restart": 4, "parallel, continue": 4, "cyclic, compact": 4
 """How often some of them are killed; what a checkpoint of the others holds, the test below sees of all."""
 
 
-def carry_on(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    if (folder / "recipe.json").exists():
-        return engine.resume(recipe, folder)
-    return engine.train(recipe, folder)
-
-
 def live(recipe: Recipe, folder: Path) -> None:
     torch.set_num_threads(1)
     carry_on(recipe, folder)
@@ -71,13 +66,6 @@ def outcome(folder: Path) -> tuple[bytes, bytes, Any]:
     return result.model.read_bytes(), result.best.read_bytes(), (nest, bits, told)
 
 
-def wait_for_progress(log: Path, lines: int, process: Any) -> None:
-    """Until the log has grown by some lines, or the process has ended."""
-    before = log.read_bytes().count(b"\n") if log.exists() else 0
-    while process.is_alive() and (log.read_bytes().count(b"\n") if log.exists() else 0) < before + lines:
-        time.sleep(0.001)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NUM_KILLS)
 def test_a_run_killed_at_many_random_points_ends_with_the_undisturbed_bits(name: str, tmp_path: Path) -> None:
@@ -91,7 +79,9 @@ def test_a_run_killed_at_many_random_points_ends_with_the_undisturbed_bits(name:
     while kills < NUM_KILLS[name]:
         process = context.Process(target=live, args=(recipe, folder))
         process.start()
-        wait_for_progress(folder / "log.jsonl", chance.randrange(1, 5), process)
+        goal = progress_of(folder) + chance.randrange(1, 5)
+        while process.is_alive() and progress_of(folder) < goal:
+            time.sleep(0.001)
         time.sleep(chance.random() * 0.02)
         process.kill()
         process.join()
@@ -111,11 +101,9 @@ def test_stopping_after_any_iteration_and_resuming_gives_the_same_bits(name: str
     lives = 0
     while not (folder / "result.json").exists():
         countdown = iter([False] * (lives % 7) + [True])
+        start = engine.resume if (folder / "recipe.json").exists() else engine.train
         try:
-            if (folder / "recipe.json").exists():
-                engine.resume(recipe, folder, should_stop=lambda it=countdown: next(it, True))
-            else:
-                engine.train(recipe, folder, should_stop=lambda it=countdown: next(it, True))
+            start(recipe, folder, should_stop=lambda it=countdown: next(it, True))
         except engine.Interrupted:
             lives += 1
     assert lives > 5
@@ -174,19 +162,6 @@ def test_a_run_that_has_no_checkpoint_yet_says_that_it_starts_over(tmp_path: Pat
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
 
 
-def test_a_checkpoint_without_its_marker_is_never_loaded(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, {"x": 1})
-    checkpoint.save(tmp_path, 2, {"x": 2})
-    (tmp_path / "00000002" / "COMPLETE").unlink()
-    assert checkpoint.load_newest(tmp_path, lambda message: None) == (1, {"x": 1})
-
-
-def test_resuming_with_another_recipe_is_refused_and_names_the_field(tmp_path: Path) -> None:
-    engine.train(cyclic(), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"started with sparsity=0\.8, but the recipe has 0\.5 now"):
-        engine.resume(replace(cyclic(), sparsity=0.5), tmp_path / "run")
-
-
 def in_its_second_phase(folder: Path) -> Path:
     """A run in its second phase; its plan."""
     stopped(cyclic(), folder, 3)
@@ -235,13 +210,6 @@ def test_damaged_notes_of_a_branch_are_written_again_by_who_trained_it(content: 
         engine.RunFolder(folder).read_rows(1, 0)
     engine.resume(parallel(), folder)
     assert outcome(folder)[:2] == outcome(tmp_path / "undisturbed")[:2]
-
-
-def test_a_file_named_like_a_checkpoint_does_not_stop_a_run(tmp_path: Path) -> None:
-    stopped(cyclic(), tmp_path, 9)
-    (tmp_path / "checkpoints" / "00000007").write_text("mine")
-    assert engine.resume(cyclic(), tmp_path)["test"]
-    assert (tmp_path / "checkpoints" / "00000007").read_text() == "mine"
 
 
 def test_a_recipe_says_how_rates_follow_density_and_storages_agree(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ import growprune as gp
 from growprune import engine
 from growprune.engine.folder import FORMAT, RunFolder
 from growprune.engine.recipe import OptimizerConfig
+from growprune.engine.state import check_same_tensors, tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -92,30 +92,6 @@ def test_of_two_that_start_at_once_the_later_does_not_train_over_the_first(
         engine.train(cyclic(), folder)
     assert files_of(folder) == before
     assert engine.resume(first, folder)["recipe"]["optimizer"]["lr"] == 0.01
-
-
-def start(lr: float, folder: Path, gate: Any, said: Any) -> None:
-    torch.set_num_threads(1)
-    gate.wait()
-    try:
-        said.put(("done", engine.train(replace(cyclic(), optimizer=OptimizerConfig("sgd", lr=lr)), folder)["seed"]))
-    except ValueError as error:
-        said.put(("refused", str(error)))
-
-
-@pytest.mark.slow
-def test_of_four_processes_that_start_at_once_one_trains_and_the_others_are_told(tmp_path: Path) -> None:
-    context = forked.context()
-    gate, said, rates = context.Barrier(4), context.Queue(), (0.01, 0.02, 0.03, 0.04)
-    processes = [context.Process(target=start, args=(lr, tmp_path / "run", gate, said)) for lr in rates]
-    for process in processes:
-        process.start()
-    answers = sorted(said.get(timeout=forked.HANG_SECONDS) for _ in processes)
-    for process in processes:
-        process.join()
-    assert [kind for kind, _ in answers] == ["done", "refused", "refused", "refused"]
-    stored = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["optimizer"]["lr"]
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["recipe"]["optimizer"]["lr"] == stored
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
@@ -202,17 +178,21 @@ def test_what_changes_results_may_not_change_on_resume(tmp_path: Path) -> None:
     assert engine.resume(replace(cyclic(), storage="compact", checkpoint_seconds=1.0, claim="x"), tmp_path)["test"]
 
 
-def test_a_field_that_a_run_does_not_have_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda recipe: recipe.pop("options"), "without options.steps, but the recipe has 3 now. Restore it"),
+        (
+            lambda recipe: recipe["task"].update(colour="red"),
+            "with task.colour='red', but the recipe has no task.colour",
+        ),
+    ],
+    ids=["new", "gone"],
+)
+def test_a_field_that_is_new_or_gone_is_named(change: Any, message: str, tmp_path: Path) -> None:
     stopped(cyclic(), tmp_path, 2)
-    change_recipe(tmp_path, lambda content: content["recipe"].pop("options"))
-    with pytest.raises(ValueError, match=r"was started without options.steps, but the recipe has 3 now. Restore it"):
-        engine.resume(cyclic(), tmp_path)
-
-
-def test_a_field_that_is_no_more_is_named(tmp_path: Path) -> None:
-    stopped(cyclic(), tmp_path, 2)
-    change_recipe(tmp_path, lambda content: content["recipe"]["task"].update(colour="red"))
-    with pytest.raises(ValueError, match=r"was started with task.colour='red', but the recipe has no task.colour now"):
+    change_recipe(tmp_path, lambda content: change(content["recipe"]))
+    with pytest.raises(ValueError, match=f"was started {message}"):
         engine.resume(cyclic(), tmp_path)
 
 
@@ -250,11 +230,6 @@ def lost(model: nn.Module) -> nn.Module:
     return model
 
 
-def without_statistics(model: nn.Module) -> nn.Module:
-    model.norm = nn.BatchNorm1d(16, track_running_stats=False)
-    return model
-
-
 def wider(model: nn.Module) -> nn.Module:
     model.fc2, model.head = nn.Linear(16, 24), nn.Linear(24, 3)
     return model
@@ -268,7 +243,6 @@ def rounded(model: nn.Module) -> nn.Module:
 CHANGES = {
     gained: "scale is float32 (1,) now, and missing in the checkpoint",
     lost: "norm.weight is missing now, and float32 (16,) in the checkpoint",
-    without_statistics: "norm.running_mean is missing now, and float32 (16,) in the checkpoint",
     wider: "fc2.weight is prunable float32 (24, 16) now, and prunable float32 (16, 16) in the checkpoint",
     rounded: "norm.weight is bfloat16 (16,) now, and float32 (16,) in the checkpoint",
 }
@@ -288,8 +262,6 @@ def test_a_run_does_not_go_on_with_another_model(
 
 
 def test_what_the_tensors_of_a_model_are_does_not_depend_on_their_storage() -> None:
-    from growprune.engine.state import check_same_tensors, tensors_of
-
     masked, compact = (
         gp.SparseModel(Toy().build_model(), sparsity=0.8, storage=kind) for kind in ("masked", "compact")
     )

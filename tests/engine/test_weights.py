@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from toy import Toy, cyclic
+from toy import Toy, cyclic, stopped
 from typer.testing import CliRunner
 
 import growprune as gp
 from growprune import cli, engine, methods
 from growprune.engine.building import build
-from growprune.engine.loop import Interrupted
 from growprune.engine.recipe import Recipe
 from growprune.files.importers import load_weights
 
@@ -49,18 +48,16 @@ def built(recipe: Recipe) -> gp.SparseModel:
 
 
 @storages
-def test_a_run_begins_with_the_weights_and_masks_of_a_run_folder(storage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_dense", [False, True], ids=["run folder", "dense file"])
+def test_a_run_begins_with_the_weights_and_masks_of_a_run_folder_and_with_the_zeros_of_a_dense_file(
+    is_dense: bool, storage: str, tmp_path: Path
+) -> None:
     state = trained(tmp_path)
-    sparse = built(recipe_from(tmp_path, storage=storage))
-    assert sparse.num_alive == sparse.num_prunable // 2  # the live weight that is zero too
-    assert all(torch.equal(tensor, state[name]) for name, tensor in sparse.model.state_dict().items())
-
-
-@storages
-def test_of_a_dense_file_the_zeros_are_dead_if_the_plan_begins_with_them(storage: str, tmp_path: Path) -> None:
-    state = trained(tmp_path)
-    sparse = built(recipe_from(tmp_path / "dense.safetensors", storage=storage))
-    assert all(torch.equal(mask, state[name] != 0) for name, mask in sparse.masks.items())
+    sparse = built(recipe_from(tmp_path / "dense.safetensors" if is_dense else tmp_path, storage=storage))
+    if is_dense:
+        assert all(torch.equal(mask, state[name] != 0) for name, mask in sparse.masks.items())
+    else:
+        assert sparse.num_alive == sparse.num_prunable // 2  # the live weight that is zero too
     assert all(torch.equal(tensor, state[name]) for name, tensor in sparse.model.state_dict().items())
 
 
@@ -90,9 +87,7 @@ def test_a_run_from_a_file_is_gone_on_with_to_the_same_bits_wherever_the_file_li
     trained(tmp_path / "w")
     recipe = recipe_from(tmp_path / "w")
     engine.train(recipe, tmp_path / "whole")
-    seen = iter([False, True])
-    with pytest.raises(Interrupted):
-        engine.train(recipe, tmp_path / "cut", should_stop=lambda: next(seen))
+    stopped(recipe, tmp_path / "cut", 1)
     (tmp_path / "w").rename(tmp_path / "moved")
     engine.resume(replace(recipe, weights=str(tmp_path / "moved")), tmp_path / "cut")
     ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
@@ -102,8 +97,7 @@ def test_a_run_from_a_file_is_gone_on_with_to_the_same_bits_wherever_the_file_li
 def test_going_on_with_another_file_is_refused(tmp_path: Path) -> None:
     trained(tmp_path / "w")
     recipe = recipe_from(tmp_path / "w")
-    with pytest.raises(Interrupted):
-        engine.train(recipe, tmp_path / "run", should_stop=lambda: True)
+    stopped(recipe, tmp_path / "run", 0)
     with pytest.raises(gp.GrowpruneError, match=r"weights.json differs .* the file of initial weights, changed"):
         engine.resume(replace(recipe, weights=str(tmp_path / "w" / "dense.safetensors")), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "weights.json").read_text())["file"] == "model.safetensors"

@@ -20,6 +20,11 @@ def carry_on(recipe: Recipe, folder: Path) -> None:
     (engine.resume if (folder / "recipe.json").exists() else engine.train)(recipe, folder)
 
 
+def progress_of(folder: Path) -> int:
+    """How many events the processes of a run have logged."""
+    return sum(log.read_bytes().count(b"\n") for log in folder.glob("log*.jsonl"))
+
+
 def run_on(
     world: int, recipe: Recipe, folder: Path, *, last: Recipe | None = None, body: Body = carry_on, arguments: Any = ()
 ) -> list[str]:

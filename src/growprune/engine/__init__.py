@@ -4,7 +4,7 @@ loop.py       the training program, from top to bottom
 recipe.py     the settings of a run; override.py: recipes from strings and files; cost.py: estimates without training
 building.py   device and model
 state.py      the place in the plan, and all that is resumed
-trainer.py    an iteration: batches, learning rate, forward and backward pass
+trainer.py    an iteration: batches, learning rate, forward and backward pass; and evaluation
 observers.py  counters, explored weights, best model, log
 folder.py     the files of a run, and checks before it is resumed
 mesh.py       several processes; replicas.py: BatchNorm over replicas

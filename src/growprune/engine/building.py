@@ -18,7 +18,6 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.files.importers import load_weights
-from growprune.files.weights_file import digest_of, weights_file
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
 from growprune.sparse.init import dense_init, sparse_init
 from growprune.sparse.model import SparseModel
@@ -90,11 +89,6 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peak_bytes(device: torch.device) -> int:
     """Peak memory: of the GPU if the run used one, else of the whole process."""
     if device.type == "cuda":
@@ -152,11 +146,3 @@ def shard(sparse: SparseModel, recipe: Recipe, mesh: Mesh, device: torch.device)
 
     with mesh.waiting("sharding the model"):
         sparse.shard(DeviceMesh.from_group(mesh.data_group, device.type))
-
-
-def about_weights(recipe: Recipe) -> dict[str, str] | None:
-    """Name and digest of the weights file that a run starts from."""
-    if not recipe.weights:
-        return None
-    file = weights_file(recipe.weights)
-    return {"file": file.name, "sha256": digest_of(file)}

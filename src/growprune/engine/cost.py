@@ -94,8 +94,9 @@ def estimate(recipe: Recipe) -> Estimate:
         if scheduled.returns is not None:  # what no branch returns is as it was before the fork
             after_fork |= {w.name: now[w.name] for w in sparse.editor.weights_of(scheduled.returns)}
             after_fork |= _pruned_early(sparse, scheduled, schedule, after_fork)
-            now = after_fork if scheduled.is_last_branch else now
-            merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
+            if scheduled.is_last_branch:
+                now = after_fork
+                merged = max(merged, _alive(sparse, after_fork))
     spreads = {edit.spread for scheduled in schedule for edit in scheduled.phase.edits}
     is_exact = not resolved.allocation.startswith("global") and not spreads & {Spread.RANKING, Spread.MOMENTUM}
     memory = _memory(recipe, sparse, max(cost.density for cost in costs))
@@ -138,8 +139,8 @@ def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) 
     density, editor = dict(density), sparse.editor
     for edit in scheduled.phase.edits:
         if edit.to == 0 and edit.within is None:
-            whole = editor.weights_of(edit.part) if edit.action is Action.GROW else ()
-            density |= {w.name: 1.0 for w in whole}
+            if edit.action is Action.GROW:
+                density |= {w.name: 1.0 for w in editor.weights_of(edit.part)}
             continue
         sizes, alive = _groups(sparse, density)
         for pool in editor.pools(edit, alive, is_estimate=True):

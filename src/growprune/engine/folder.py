@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shlex
 import shutil
@@ -18,30 +17,17 @@ from typing import Any
 
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
-from growprune.files import disk
+from growprune.files import checkpoint, disk
 from growprune.files.disk import finite
 from growprune.files.reader import open_sparse
-from growprune.plan import Plan, walk
+from growprune.plan import Plan, ScheduledPhase, walk
 from growprune.plan.phases import Row, fold
 from growprune.runs.record import FORMAT, origin_of, read_recipe
-from growprune.runs.result import SCORE, Result
+from growprune.runs.result import Result
 from growprune.runs.table import MAY_CHANGE, flat
 
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""
-
-_ROW: disk.Names = {
-    "stage": int,
-    "branch": (int, type(None)),
-    "edits": str,
-    "epoch": int,
-    "alive": int,
-    "explored?": disk.NUMBER,
-    "churn?": disk.NUMBER,
-    "grown?": disk.NUMBER,
-    "validation?.*": SCORE,
-    "candidate?.*": SCORE,
-}
 
 
 class HoldsRun(GrowpruneError):
@@ -73,11 +59,24 @@ class RunFolder:
         """File with the weights that a branch of a fork explored."""
         return self.branch(stage, branch) / "explored.safetensors"
 
-    def remove_branches(self, before: int) -> None:
-        """Remove the checkpoints of forks before a stage of the plan."""
-        for path in (self.checkpoints / "branches").glob("[0-9]*-[0-9]*"):
-            if int(path.name.partition("-")[0]) < before:
-                shutil.rmtree(path, ignore_errors=True)
+    def save(self, state: dict[str, Any], scheduled: ScheduledPhase, previous: int) -> int:
+        """Write a checkpoint of the run, or of a branch, and return its number. The two newest are kept.
+
+        Args:
+            previous: number of the run's checkpoint that was written or loaded last. Newer ones are damaged.
+        """
+        folder = self.checkpoints
+        if scheduled.branch is not None:
+            folder = self.branch(scheduled.stage, scheduled.branch)
+            previous = max(checkpoint.numbers(folder), default=0)
+        number = max(checkpoint.numbers(folder), default=0) + 1
+        checkpoint.save(folder, number, state)
+        checkpoint.remove_old(folder, [previous, number])
+        if scheduled.branch is None:
+            for path in (folder / "branches").glob("[0-9]*-[0-9]*"):  # those of forks that are over
+                if int(path.name.partition("-")[0]) < scheduled.stage:
+                    shutil.rmtree(path, ignore_errors=True)
+        return number
 
     def check_free(self, recipe: Recipe) -> None:
         """Raise unless the folder is new or empty."""
@@ -91,6 +90,16 @@ class RunFolder:
             not self.path.is_dir() or any(not path.name.startswith(".recipe.json.") for path in self.path.iterdir())
         ):
             raise GrowpruneError(f"--out must be a new or empty folder, but {self.path} exists. Choose another --out")
+
+    def is_ours(self) -> bool:
+        """True if the folder has the run of this job, because torchrun restarted the processes after a failure.
+
+        An unfinished run is resumed, whoever started it. The result of an earlier job is not taken for ours.
+        """
+        if "TORCHELASTIC_RUN_ID" not in os.environ or not self.recipe.exists():
+            return False
+        is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return not self.result.exists() or (is_restarted and (self.read_recipe().get("job") or "") == job())
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -148,7 +157,6 @@ class RunFolder:
         return f"growprune.resume(recipe, {str(self.path)!r})"
 
     def read_result(self) -> dict[str, Any]:
-        """The content of result.json."""
         return Result.read(self.result).to_dict()
 
     def check_model(self, result: Mapping[str, Any]) -> None:
@@ -166,7 +174,7 @@ class RunFolder:
     def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Read the history and the cost of a branch of a fork."""
         folder = self.branch(stage, branch)
-        names = {"rows": list, "cost": dict, **{f"rows.*.{name}": kind for name, kind in _ROW.items()}}
+        names: disk.Names = {"rows": list, "rows.*": dict, "cost": dict}
         remedy = f"remove {folder} and resume the run to train that branch again"
         content = disk.read_json(folder / "rows.json", names, remedy)
         return content["rows"], content["cost"]
@@ -184,7 +192,7 @@ class RunFolder:
     def read_plan(self) -> dict[str, Any]:
         """Read plan.json. Empty if the file is missing or damaged, because training does not depend on it."""
         try:
-            return disk.read_json(self.plan, {"parts": dict, "phases": list, "sha256": str}, "")
+            return disk.read_json(self.plan, {"parts": dict, "phases": list, "phases.*.edits": str, "sha256": str}, "")
         except (OSError, GrowpruneError):
             return {}
 
@@ -200,11 +208,6 @@ class RunFolder:
             raise OSError(f"cannot write to {self.log}: {error}") from error
 
 
-def may_be_restarted() -> bool:
-    """True if torchrun started this process. After a failure it starts it again, and the run then exists already."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def job() -> str:
     """A name for the torchrun job, the same after each restart. Empty without torchrun.
 
@@ -212,11 +215,6 @@ def job() -> str:
     """
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # <logs of the job>/attempt_0/<rank>/error.json
     return error_file.parent.parent.parent.name or os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def is_restart_of(earlier_job: str) -> bool:
-    """True if torchrun restarted this process in a job after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and job() == earlier_job
 
 
 def portable(origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,29 +242,23 @@ def parts_of(plan: Plan) -> dict[str, list[str]]:
     return {part.name: list(part.tensors) for part in plan.partition}
 
 
-def _lock(descriptor: int, patience: float) -> bool:
-    """Take the lock and return True, or False after some seconds. Workers of a killed process may still hold it."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.1)
-        except OSError:  # a file system that knows no locks
-            return True
-        else:
-            return True
-
-
 @contextlib.contextmanager
 def holding(path: Path, patience: float, who: str) -> Iterator[None]:
-    """Hold the lock of a folder. The error says by whom it is in use, and what to do."""
+    """Hold the lock of a folder. If it is not free after some seconds, the error says by whom it is in use."""
     descriptor = os.open(path, os.O_RDONLY)
+    deadline = time.monotonic() + patience  # workers of a killed process may still hold the lock
     try:
-        if not _lock(descriptor, patience):
-            raise GrowpruneError(f"{path} is in use {who}")
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise GrowpruneError(f"{path} is in use {who}") from error
+                time.sleep(0.1)
+                continue
+            except OSError:  # a file system that knows no locks
+                pass
+            break
         yield
     finally:
         os.close(descriptor)
@@ -274,13 +266,13 @@ def holding(path: Path, patience: float, who: str) -> Iterator[None]:
 
 def is_in_use(path: Path) -> bool:
     """True if another process holds the lock of a folder."""
-    if not path.is_dir():
-        return False
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return not _lock(descriptor, patience=0)
-    finally:
-        os.close(descriptor)
+    if path.is_dir():
+        try:
+            with holding(path, 0, ""):
+                pass
+        except GrowpruneError:
+            return True
+    return False
 
 
 def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
@@ -301,24 +293,29 @@ def check_same_plan(folder: RunFolder, plan: Plan) -> None:
     This happens if a default or the code of a method has changed.
     """
     began, now = folder.read_plan(), json.loads(json.dumps(phases_of(plan)))
-    for old, new in zip_longest(began["phases"], now) if began else ():
-        if old != new:
-            raise GrowpruneError(
-                f"{folder.path} was started with another plan: it has {_short(_edits(old))}, but the recipe gives "
-                f"{_short(_edits(new))} now. {_SAME_CODE}"
-            )
-    if began and began["sha256"] != digest_of(plan):  # a way from one sparsity to another is one row of phases
-        raise GrowpruneError(
-            f"{folder.path} was started with another plan: its phases look the same in plan.json, but some numbers "
-            f"in them differ. {_SAME_CODE}"
-        )
+    if not began:
+        return
+    rows = zip_longest(began["phases"], now, fillvalue={"edits": "no phase"})
+    differing = [(_short(old["edits"]), _short(new["edits"])) for old, new in rows if old != new]
+    if differing:
+        what = f"it has {differing[0][0]}, but the recipe gives {differing[0][1]} now"
+    elif began["sha256"] != digest_of(plan):  # a way from one sparsity to another is one row of phases
+        what = "its phases look the same in plan.json, but some numbers in them differ"
+    else:
+        return
+    raise GrowpruneError(f"{folder.path} was started with another plan: {what}. {_SAME_CODE}")
 
 
-def check_same_parts(folder: RunFolder, plan: Plan) -> None:
-    """Raise if the model or its parts differ from those of the run. The error names the first part that differs.
+_SAME_CODE = "Resume with the versions of growprune and of your code that started it, or start a new run"
+
+
+def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int) -> None:
+    """Raise if the recipe of a run now gives another plan or other parts. The error names the first that differs.
 
     For an unfinished run, `check_same_tensors` checks every tensor of the checkpoint.
     """
+    plan = recipe.plan(recipe.shapes(), iterations_per_epoch)
+    check_same_plan(folder, plan)
     began, now = folder.read_plan().get("parts", {}), parts_of(plan)
     for name in {**began, **now} if began else ():
         if began.get(name) != now.get(name):
@@ -326,27 +323,6 @@ def check_same_parts(folder: RunFolder, plan: Plan) -> None:
                 f"{folder.path} was started with another model or other parts: part {name} was "
                 f"{_short(began.get(name, 'missing'))}, and is {_short(now.get(name, 'missing'))} now. {_SAME_CODE}"
             )
-
-
-_SAME_CODE = "Resume with the versions of growprune and of your code that started it, or start a new run"
-
-
-def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int) -> None:
-    """Raise if the recipe of a run now gives another plan or other parts."""
-    plan = recipe.plan(recipe.shapes(), iterations_per_epoch)
-    check_same_plan(folder, plan)
-    check_same_parts(folder, plan)
-
-
-def check_same_result(folder: RunFolder, recipe: Recipe, result: Mapping[str, Any]) -> None:
-    """`check_same_work` for a finished run. Its result has the length of an epoch, so no data is read."""
-    num_batches = (result.get("data") or {}).get("num_batches")
-    if num_batches or not recipe.counts_iterations:
-        check_same_work(folder, recipe, math.ceil((num_batches or 1) / recipe.accumulate))
-
-
-def _edits(phase: Any) -> Any:
-    return "no phase" if phase is None else phase.get("edits", phase) if isinstance(phase, dict) else phase
 
 
 def fields_of(recipe: Recipe) -> dict[str, Any]:

@@ -12,38 +12,22 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from growprune.engine.building import (
-    about_weights,
-    build,
-    choose_device,
-    environment,
-    move,
-    peak_bytes,
-    reset_peak,
-    shard,
-)
-from growprune.engine.folder import (
-    RunFolder,
-    check_same_plan,
-    check_same_recipe,
-    check_same_result,
-    fields_of,
-    is_restart_of,
-    may_be_restarted,
-    portable,
-)
+from growprune.engine.building import build, choose_device, environment, move, peak_bytes, shard
+from growprune.engine.folder import RunFolder, check_same_plan, check_same_recipe, check_same_work, fields_of, portable
 from growprune.engine.mesh import Mesh, ask_first, join, wait_for_all
-from growprune.engine.observers import Accounting, Best, Evaluation, Event, Events, Exploration
+from growprune.engine.observers import Accounting, Best, Event, Events, Exploration, Tally
 from growprune.engine.recipe import Recipe, describe, require
-from growprune.engine.state import Checkpoints, Place, RunState, returned_by
+from growprune.engine.state import Place, RunState, returned_by
 from growprune.engine.trainer import Training, digest, fingerprint, work_before
 from growprune.files import checkpoint
+from growprune.files.weights_file import digest_of, weights_file
 from growprune.files.writer import write_file
 from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
@@ -53,20 +37,6 @@ from growprune.sparse.summary import summarise
 
 SHOW_SECONDS = 0.2
 """Seconds between updates of the display."""
-
-
-class Timer:
-    """`is_due` becomes True some seconds after `put_off`, and is True at first."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._due = seconds, 0.0
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def put_off(self) -> None:
-        self._due = time.monotonic() + self._seconds
 
 
 class Interrupted(Exception):
@@ -90,7 +60,7 @@ def train(
         should_stop: asked after each iteration. If it returns True, a checkpoint is saved and `Interrupted` raised.
     """
     folder = _enter_folder(recipe, out)
-    if ask_first(_is_ours(folder)):
+    if ask_first(folder.is_ours()):
         if folder.result.exists():
             said = f"{folder.path} was finished before this restart. Its result is kept"
             Events(folder, [on_event], 0).warn(said)
@@ -133,7 +103,9 @@ def resume(
         check_same_recipe(folder, recipe)
         if ask_first(folder.result.exists()):
             result = folder.read_result()
-            check_same_result(folder, recipe, result)
+            num_batches = (result["data"] or {}).get("num_batches")  # so no data is read to count them
+            if num_batches or not recipe.counts_iterations:
+                check_same_work(folder, recipe, math.ceil((num_batches or 1) / recipe.accumulate))
             folder.check_model(result)
             return result
         run = Run(recipe, folder, folder.read_origin() if origin is None else origin, on_event, should_stop)
@@ -148,7 +120,7 @@ def resume(
         if found is not None:
             number, state = found
             run.state.load_state_dict(state)
-            run.checkpoints.previous = number
+            run.previous = number
             current = run.schedule[run.place.position]
             run.events.log_event("resumed", current, number=number, iteration=run.iteration_of(current))
         elif run.mesh.is_first and not any(folder.checkpoints.glob("*")):  # damaged ones were named already
@@ -160,16 +132,6 @@ def _enter_folder(recipe: Recipe, out: str | Path) -> RunFolder:
     how = "a growprune.Recipe (for a named one, use growprune.recipes.find(name))"
     require(isinstance(recipe, Recipe), "recipe", recipe, how)
     return RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
-
-
-def _is_ours(folder: RunFolder) -> bool:
-    """True if the folder has the run of this job, because torchrun restarted the processes after a failure.
-
-    An unfinished run is resumed, whoever started it. The result of an earlier job is not taken for ours.
-    """
-    if not may_be_restarted() or not folder.recipe.exists():
-        return False
-    return not folder.result.exists() or is_restart_of(folder.read_recipe().get("job") or "")
 
 
 class Run:
@@ -187,8 +149,11 @@ class Run:
         self.origin, self.should_stop = origin, should_stop
         # 1) the model and its plan
         self.device = choose_device(recipe.device)
-        self.weights = about_weights(recipe)
-        """The file of initial weights."""
+        self.weights: dict[str, str] | None = None
+        """Name and digest of the file of initial weights."""
+        if recipe.weights:
+            file = weights_file(recipe.weights)
+            self.weights = {"file": file.name, "sha256": digest_of(file)}
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
         check_counts(1, num_batches=self.num_batches)
         self.per_epoch = math.ceil(self.num_batches / recipe.accumulate)
@@ -211,16 +176,16 @@ class Run:
         best = Best(folder.best, metric, is_writer=self.mesh.is_first or (self.is_sharded and self.mesh.group == 0))
         self.state = RunState(self.sparse, self.place, self.training, accounting, exploration, best)
         # 4) what looks on
-        self.evaluation = Evaluation(recipe, self.sparse, self.device, best)
         listeners = [on_event]
         if recipe.log and self.mesh.is_first:
             from growprune.logs import Logs
 
             listeners.append(Logs(recipe.log, folder.path))
         self.events = Events(folder, listeners, len(self.schedule) - 1)
-        self.checkpoints = Checkpoints(folder)
-        self.save_timer, self.show_timer = Timer(recipe.checkpoint_seconds), Timer(SHOW_SECONDS)
-        self.save_timer.put_off()
+        self.previous = 0
+        """Number of the checkpoint of the run that was written or loaded last."""
+        self.save_at, self.show_at = time.monotonic() + recipe.checkpoint_seconds, 0.0
+        """When the next checkpoint and the next update of the display are due."""
         # 5) where the plan ends
         trained = [scheduled for scheduled in self.schedule if scheduled.phase.is_trained]
         ends_in_fork = not trained or trained[-1].branch is not None
@@ -262,7 +227,8 @@ class Run:
 
     def execute(self) -> dict[str, Any]:
         """Train from the current place in the plan to its end, and return the result."""
-        reset_peak(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         try:
             if self.is_sharded:
                 shares = [parameter.to_local().numel() for parameter in self.sparse.model.parameters()]  # type: ignore[attr-defined]
@@ -334,11 +300,12 @@ class Run:
         if self.mesh.any(self.should_stop(), self.place.iteration):
             self._save(scheduled)
             self._interrupt(scheduled)
-        is_due = self.save_timer.is_due  # by the clock of this process, and all that share a model save together
+        # due by the clock of this process, but all that share a model save together
+        is_due = time.monotonic() >= self.save_at
         if self.mesh.any(is_due, self.place.iteration) if self.is_sharded else is_due:
             self._save(scheduled)
-        if self.show_timer.is_due:
-            self.show_timer.put_off()
+        if time.monotonic() >= self.show_at:
+            self.show_at = time.monotonic() + SHOW_SECONDS
             at = {"iteration": done, "iterations": self.place.length, **self._progress(scheduled)}
             self.events.show("iteration", scheduled, **at, lr=self.training.lr, loss=self.training.shown_loss())
 
@@ -354,12 +321,29 @@ class Run:
         if rule is not None and (figures := rule.figures()):
             row["rule"] = figures
         if epoch % self.recipe.evaluate_every == 0 or is_last:
-            self.evaluation.validate(row, is_phase_end=self.place.left == 1)
+            self._validate(row)
         (state.history if scheduled.branch is None else state.branch_rows).append(row)
         logged = {name: value for name, value in row.items() if name not in ("stage", "branch")}
         logged |= {"density": self._density(row["alive"]), "layers": state.accounting.densities}
         logged |= {"metric": self.task.metric, "lower_is_better": self.task.lower_is_better}
         self.events.log_event("epoch", scheduled, done=self.place.done + 1, **logged)
+
+    def _validate(self, row: dict[str, Any]) -> None:
+        """Add the validation metrics to the row of an epoch, and keep the model if it is the best at its target."""
+        row["validation"] = self.training.evaluate("validation")
+        target = self.recipe.sparsity
+        if row["branch"] is not None or target == 0:
+            return
+        # of weights that all live, a rule may have made as many zeros as are asked for
+        is_sparse_by_rule = row.get("rule", {}).get("sparsity", 0.0) >= target
+        is_candidate_due = self.recipe.candidates and (self.place.left == 1 or is_sparse_by_rule)
+        where = {name: row[name] for name in ("stage", "epoch")}
+        if self.sparse.is_at_target:
+            self.state.best.consider(self.sparse, row["validation"], **where)
+        elif is_candidate_due and self.sparse.can_be_pruned:  # then as it would be if pruned to it now
+            with self.sparse.pruned():
+                row["candidate"] = self.training.evaluate("validation")
+                self.state.best.consider(self.sparse, row["candidate"], **where)
 
     def _fork(self, branches: list[ScheduledPhase]) -> None:
         """Train the branches that are this process's, and merge all: each tensor is that of the branch that returns it.
@@ -379,8 +363,8 @@ class Run:
                 self.sparse.restore(base)
             self._train(scheduled)
             if self.mesh.leads_group:
-                tally = state.accounting.branch_dict()
-                self.folder.write_rows(stage, scheduled.branch, state.branch_rows, tally)
+                tally = state.accounting.branch or Tally()
+                self.folder.write_rows(stage, scheduled.branch, state.branch_rows, asdict(tally))
             self._save(scheduled)
             returned |= returned_by(scheduled, self.schedule, self.sparse)
         self.mesh.barrier(f"waiting for the branches of stage {stage}")
@@ -389,9 +373,9 @@ class Run:
         merged = base | self.mesh.combine(returned, parts, base)
         state.accounting.merge(merged)
         for branch in range(len(branches)):
-            rows, tally = self.folder.read_rows(stage, branch)
+            rows, cost = self.folder.read_rows(stage, branch)
             state.history += rows
-            state.accounting.add_branch(tally)
+            state.accounting.total += Tally(**cost)
         state.exploration.combine(stage, len(branches))
         self.events.log_event("combined", stage=stage, bytes_received=self.mesh.bytes_received - before)
         self.sparse.restore(merged)
@@ -409,8 +393,10 @@ class Run:
             device = ("cpu" if is_writer else "meta") if self.is_sharded else None
             state = self.state.state_dict(device)
             if is_writer:
-                self.events.log_event("checkpoint", scheduled, number=self.checkpoints.save(state, scheduled))
-        self.save_timer.put_off()
+                number = self.folder.save(state, scheduled, self.previous)
+                self.previous = self.previous if in_branch else number
+                self.events.log_event("checkpoint", scheduled, number=number)
+        self.save_at = time.monotonic() + self.recipe.checkpoint_seconds
 
     def _interrupt(self, scheduled: ScheduledPhase) -> None:
         self.events.log_event("interrupted", scheduled)
@@ -422,6 +408,7 @@ class Run:
         self.training.unwrap()
         if self.mesh.is_first or (self.is_sharded and self.mesh.group == 0):
             write_file(self.sparse, self.folder.model)
+            best = self.state.best
             result = Result(
                 recipe=describe(self.recipe),
                 origin=portable(self.origin),
@@ -433,15 +420,18 @@ class Run:
                 environment=environment(self.device),
                 history=self.state.history,
                 signature=self.task.signature,
-                validation=self.evaluation.evaluate("validation"),
-                test=self.evaluation.evaluate("test"),
+                validation=self.training.evaluate("validation"),
+                test=self.training.evaluate("test"),
                 sparsity=summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),
                 file_bytes=self.folder.model.stat().st_size,
                 peak_bytes=peak_bytes(self.device),
                 seconds=self.state.seconds,
                 **self.state.accounting.figures(),
-                best=self.evaluation.best_tested(),  # last, because the model becomes the best one
+                best=None,
             )
+            if best.found:  # last, because the model becomes the best one
+                best.put_into(self.sparse)
+                result = replace(result, best={**best.found, "test": self.training.evaluate("test")})
         if self.mesh.is_first:
             result.write(self.folder.result)
             self.events.log_event("finished", test=result.test, seconds=result.seconds)

@@ -126,9 +126,8 @@ ASK_EVERY = 16
 
 class Mesh:
     """The groups and replicas of a run, and the place of this process among them.
-    Args:
-        replicas: number of processes that train each branch together; 0 for as many as the plan can use.
-        timeout_seconds: how long to wait for another process.
+
+    With replicas=0, as many processes train each branch together as the plan can use.
     """
 
     def __init__(self, plan: Plan, replicas: int, timeout_seconds: float = 600.0) -> None:
@@ -140,6 +139,10 @@ class Mesh:
         check_shape(self.world, self.replicas, branches)
         self.groups = self.world // self.replicas
         self.group, self.replica = divmod(self.rank, self.replicas)
+        self.is_first = self.rank == 0
+        """True if this process writes the shared files."""
+        self.leads_group = self.replica == 0
+        """True if this process writes the files of its group."""
         self.bytes_received = 0
         self.phase: object = "starting"
         """The current phase of the run, for error messages."""
@@ -154,16 +157,6 @@ class Mesh:
         """The process group of this rank along an axis. Every rank has to create all groups."""
         made = [dist.new_group(list(line), timeout=self._timeout) if len(line) > 1 else None for line in lines]
         return next(group for group, line in zip(made, lines, strict=True) if self.rank in line)
-
-    @property
-    def is_first(self) -> bool:
-        """True if this process writes the shared files."""
-        return self.rank == 0
-
-    @property
-    def leads_group(self) -> bool:
-        """True if this process writes the files of its group."""
-        return self.replica == 0
 
     def is_local(self, branch: int) -> bool:
         """True if this process' group trains a branch. With fewer groups than branches, each group trains several."""
@@ -182,7 +175,9 @@ class Mesh:
         """Raise on every process if they differ in any string. The error names the rank and what differs."""
         if self.world == 1:
             return
-        mine = torch.tensor([_number(text) for text in what.values()], dtype=torch.int64, device=self.device())
+        digests = [hashlib.sha256(text.encode()).digest()[:8] for text in what.values()]
+        numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device())
         all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
         with self.waiting("comparing with the others"):
             dist.all_gather(all_of_them, mine)
@@ -194,9 +189,8 @@ class Mesh:
     def agree_on_masks(self, sparse: SparseModel, where: str) -> None:
         """Check that all processes have the same masks, because every process prunes by itself."""
         if self.world > 1:
-            packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in sparse.masks.items()}
-            digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
-            self.agree(digests, where)
+            bits = {f"mask of {name}": pack(mask).cpu().numpy().tobytes() for name, mask in sparse.masks.items()}
+            self.agree({name: packed.hex() for name, packed in bits.items()}, where)
 
     def any(self, flag: bool, iteration: int) -> bool:
         """True if the flag is set on any replica of this group. On GPUs, checked only every ASK_EVERY iterations."""
@@ -223,29 +217,26 @@ class Mesh:
         """
         if self.groups == 1:
             return returned
-        combined = dict(returned)
+        combined, device = dict(returned), self.device()
         for branch, names in enumerate(parts):
             source = branch % self.groups * self.replicas + self.replica
+            is_mine = source == self.rank
             with self.waiting(f"combining branch {branch}"):
-                combined |= self._broadcast(combined, names, like, source)
+                counts = torch.tensor([returned[n][0].numel() if is_mine else 0 for n in names], device=device)
+                dist.broadcast(counts, source, group=self._mask_group)
+                for name, count in zip(names, counts.tolist(), strict=True):
+                    if not is_mine:
+                        values, mask = like[name]
+                        is_pruned = mask is not None  # then there are live values only
+                        values = values.new_empty(count) if is_pruned else torch.empty_like(values)
+                        combined[name] = values, torch.empty_like(mask) if mask is not None else None
+                    for tensor in combined[name]:
+                        if tensor is not None:
+                            moved = tensor.to(device)
+                            dist.broadcast(moved, source, group=self._mask_group)
+                            tensor.copy_(moved)
+                            self.bytes_received += 0 if is_mine else tensor.numel() * tensor.element_size()
         return combined
-
-    def _broadcast(self, have: Snapshot, names: Sequence[str], like: Snapshot, source: int) -> Snapshot:
-        is_mine = source == self.rank
-        device = self.device()
-        counts = torch.tensor([have[n][0].numel() if is_mine else 0 for n in names], device=device)
-        dist.broadcast(counts, source, group=self._mask_group)
-        received: Snapshot = {}
-        for name, count in zip(names, counts.tolist(), strict=True):
-            values, mask = have[name] if is_mine else _empty_like(like[name], count)
-            for tensor in (values, mask):
-                if tensor is not None:
-                    moved = tensor.to(device)
-                    dist.broadcast(moved, source, group=self._mask_group)
-                    tensor.copy_(moved)
-                    self.bytes_received += 0 if is_mine else tensor.numel() * tensor.element_size()
-            received[name] = values, mask
-        return received
 
     @contextlib.contextmanager
     def waiting(self, where: str) -> Iterator[None]:
@@ -253,7 +244,9 @@ class Mesh:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, PeerFailed) or not _is_about_peers(error):
+            # gloo has no error class of its own
+            is_about_peers = any(word in str(error) for word in ("gloo", "NCCL", "ProcessGroup", "monitoredBarrier"))
+            if isinstance(error, PeerFailed) or not (is_about_peers or isinstance(error, dist.DistError)):
                 raise
             who = f"rank {self.rank} of {self.world} gave up in {self.phase}"
             raise PeerFailed(f"{who}, while {where}: {reason_of(error)}") from error
@@ -276,23 +269,6 @@ class Mesh:
     def device(self) -> torch.device:
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-
-def _is_about_peers(error: RuntimeError) -> bool:
-    """True if torch.distributed raised an error because a peer is late or gone. gloo has no error class of its own."""
-    words = ("gloo", "NCCL", "ProcessGroup", "monitoredBarrier")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def _empty_like(like: tuple[Tensor, Tensor | None], count: int) -> tuple[Tensor, Tensor | None]:
-    values, mask = like
-    if mask is None:
-        return torch.empty_like(values), None
-    return torch.empty(count, dtype=values.dtype, device=values.device), torch.empty_like(mask)
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def check_shape(world: int, replicas: int, branches: int) -> None:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import PeerFailed
-from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import TrainingDiverged
 from growprune.errors import GrowpruneError, shorten
 from growprune.files.disk import plain_file, replacing
@@ -50,25 +49,17 @@ class Tally:
     peak_alive: int = 0
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            self.flops + other.flops,
-            self.iterations + other.iterations,
-            self.examples + other.examples,
-            self.alive_sum + other.alive_sum,
-            max(self.peak_alive, other.peak_alive),
-        )
+        sums = {name: count + getattr(other, name) for name, count in vars(self).items()}
+        return Tally(**sums | {"peak_alive": max(self.peak_alive, other.peak_alive)})
 
 
 @dataclass
 class Accounting:
-    """Counts for one process of a run.
-
-    Args:
-        example: an input of the model, on its device, in a batch of one.
-    """
+    """Counts for one process of a run."""
 
     sparse: SparseModel
     example: Any
+    """An input of the model, on its device, in a batch of one."""
     total: Tally = field(default_factory=Tally)
     """Counts outside branches, and of the forks that are over."""
     branch: Tally | None = None
@@ -103,15 +94,12 @@ class Accounting:
         """Density of each weight at the last measurement."""
         return {name: count / self._sizes[name] if self._sizes[name] else 1.0 for name, count in self._alive.items()}
 
-    def measure(self) -> int:
-        """Count the live weights now, and return their number."""
-        self._price(self.sparse.alive_by_weight())
-        return self.alive
-
-    def _price(self, alive: Mapping[str, int]) -> None:
-        self._alive = dict(alive)
-        self._forward = self._flops.at({name: count / self._sizes[name] for name, count in alive.items()})
+    def measure(self, alive: Mapping[str, int] | None = None) -> int:
+        """Count the live weights now, unless the counts are given, and return their number."""
+        self._alive = dict(self.sparse.alive_by_weight() if alive is None else alive)
+        self._forward = self._flops.at({name: count / self._sizes[name] for name, count in self._alive.items()})
         self._now.peak_alive = max(self._now.peak_alive, self.alive)
+        return self.alive
 
     def count(self, num_examples: int) -> None:
         """Count one finished iteration."""
@@ -120,13 +108,6 @@ class Accounting:
         now.iterations += 1
         now.examples += num_examples
         now.alive_sum += self.alive
-
-    def branch_dict(self) -> dict[str, Any]:
-        """Counts of the current branch, for `add_branch` of the process that combines the fork."""
-        return asdict(self.branch or Tally())
-
-    def add_branch(self, stored: Mapping[str, Any]) -> None:
-        self.total += Tally(**stored)
 
     def merge(self, combined: Snapshot) -> None:
         """Count the live weights of a combined fork in the peak, even if they are pruned at once."""
@@ -141,7 +122,7 @@ class Accounting:
         """Continue counting from a checkpoint."""
         self.total = Tally(**state["total"])
         self.branch = None if state["branch"] is None else Tally(**state["branch"])
-        self._price(state["alive"])
+        self.measure(state["alive"])
 
     def figures(self) -> dict[str, Any]:
         """The counts as `result.json` stores them."""
@@ -159,17 +140,13 @@ class Exploration:
     """Tracks which weights ever lived, ever were dead, and lived in the last phase. Needs three bits of CPU memory per
     weight.
 
-    Args:
-        folder: where branches write what they explored until they are combined.
-        is_on: if False, nothing is tracked, and `figures` stays empty.
-        is_writer: True if this process writes for the branch it trains.
+    Branches write what they explored to the folder until they are combined. If it is not on, `figures` stays empty.
     """
 
     def __init__(self, sparse: SparseModel, folder: RunFolder, *, is_on: bool, is_writer: bool) -> None:
         self._sparse, self._folder, self._is_on, self._is_writer = sparse, folder, is_on, is_writer
-        self._ever: Tensor | None = None
-        self._dead: Tensor | None = None
-        """Weights that were dead at some time in training."""
+        self._ever = self._dead = torch.zeros(1, dtype=torch.uint8)  # of no weight, for any number of weights
+        """Weights that lived, and weights that were dead, at some time in training."""
         self._before: Tensor | None = None
         self.figures: dict[str, float | None] = {}
         """`explored`, `churn` and `grown` after the last edits. The churn of the first phase is None."""
@@ -179,21 +156,25 @@ class Exploration:
         if not self._is_on:
             return
         live = pack_masks(self._sparse)
-        if self._ever is None or self._dead is None:
-            self._ever, self._dead = torch.zeros_like(live), torch.zeros_like(live)
         explored = self._ever | live if scheduled.phase.is_trained else self._ever
-        churn = None if self._before is None else _distance(live, self._before)
+        churn = None
+        if self._before is not None:  # 0 if no mask changed, 1 if no live weight lived before
+            total = kernels.count_bits(live) + kernels.count_bits(self._before)
+            churn = kernels.count_bits(live ^ self._before) / max(1, total)
         self.figures = {**self._shares(explored, self._dead, live), "churn": churn}
         if scheduled.branch is None:
             self._ever, self._before = explored, live
             if scheduled.phase.is_trained:
                 self._dead = self._dead | ~live
         elif self._is_writer:
-            _write(self._folder.explored(scheduled.stage, scheduled.branch), explored)
+            path = self._folder.explored(scheduled.stage, scheduled.branch)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                file.write(safetensors.torch.save({"explored": explored}))
 
     def look_again(self) -> None:
         """Record the masks within a phase, because its rule may have changed them. Branches are skipped."""
-        if self._is_on and self._ever is not None and self._dead is not None:
+        if self._is_on:
             live = pack_masks(self._sparse)
             self._ever = self._ever | live
             self.figures |= self._shares(self._ever, self._dead, live)
@@ -207,8 +188,7 @@ class Exploration:
     def combine(self, stage: int, num_branches: int) -> None:
         """At the end of a fork, add what its branches explored."""
         for branch in range(num_branches) if self._is_on else ():
-            explored = _read(self._folder.explored(stage, branch))
-            self._ever = explored if self._ever is None else self._ever | explored
+            self._ever = self._ever | _read(self._folder.explored(stage, branch))
 
     def state_dict(self) -> dict[str, Any]:
         if not self._is_on:
@@ -230,18 +210,6 @@ def pack_masks(sparse: SparseModel) -> Tensor:
     return torch.cat(packed).cpu() if packed else torch.zeros(0, dtype=torch.uint8)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Distance of two masks: 0 if equal, 1 if they have no weight in common."""
-    total = kernels.count_bits(one) + kernels.count_bits(other)
-    return kernels.count_bits(one ^ other) / total if total else 0.0
-
-
-def _write(path: Path, bits: Tensor) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(safetensors.torch.save({"explored": bits}))
-
-
 def _read(path: Path) -> Tensor:
     try:
         return safetensors.torch.load(plain_file(path).read_bytes())["explored"]
@@ -252,13 +220,7 @@ def _read(path: Path) -> Tensor:
 
 
 class Best:
-    """The best model so far.
-
-    Args:
-        path: the file it is kept in.
-        metric: decides which model is better.
-        is_writer: True if this process writes the file. Other processes only keep the score.
-    """
+    """The best model so far. Only a writer keeps it, in a file; other processes know its score."""
 
     def __init__(self, path: Path, metric: Metric, *, is_writer: bool) -> None:
         self._path, self._metric, self._is_writer = path, metric, is_writer
@@ -287,55 +249,6 @@ class Best:
         self.found, self._model = state["found"], state["model"]
 
 
-class Evaluation:
-    """Evaluates the model of a run as it is trained.
-
-    Args:
-        best: where the best model is kept.
-    """
-
-    def __init__(self, recipe: Recipe, sparse: SparseModel, device: torch.device, best: Best) -> None:
-        self._recipe, self._sparse, self._device, self._best = recipe, sparse, device, best
-
-    @torch.no_grad()
-    def evaluate(self, split: Any) -> dict[str, float]:
-        """The metrics of the current model on a split of the task's data."""
-        task, model = self._recipe.task, self._sparse.model.eval()
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.precision == "bf16"):
-            metrics = task.evaluate(model, split, device=self._device)
-        if task.metric not in metrics:
-            raise GrowpruneError(
-                f"evaluate() of the task must return its metric {task.metric!r}, got {', '.join(metrics)}"
-            )
-        return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
-
-    def validate(self, row: dict[str, Any], *, is_phase_end: bool) -> None:
-        """Add the validation metrics to the row of an epoch, and keep the model if it is the best at its target.
-
-        Args:
-            is_phase_end: True if the phase ends with this epoch.
-        """
-        row["validation"] = self.evaluate("validation")
-        if row["branch"] is None and self._recipe.sparsity > 0:
-            # of weights that all live, a rule may have made as many zeros as are asked for
-            is_sparse_by_rule = row.get("rule", {}).get("sparsity", 0.0) >= self._recipe.sparsity
-            is_candidate_due = self._recipe.candidates and (is_phase_end or is_sparse_by_rule)
-            where = {name: row[name] for name in ("stage", "epoch")}
-            if self._sparse.is_at_target:
-                self._best.consider(self._sparse, row["validation"], **where)
-            elif is_candidate_due and self._sparse.can_be_pruned:  # then as it would be if pruned to it now
-                with self._sparse.pruned():
-                    row["candidate"] = self.evaluate("validation")
-                    self._best.consider(self._sparse, row["candidate"], **where)
-
-    def best_tested(self) -> dict[str, Any] | None:
-        """Test metrics of the best model by validation data. Its weights replace those of the current model."""
-        if not self._best.found:
-            return None
-        self._best.put_into(self._sparse)
-        return {**self._best.found, "test": self.evaluate("test")}
-
-
 Event: TypeAlias = dict[str, Any]
 Listener: TypeAlias = Callable[[Event], None]
 
@@ -353,12 +266,8 @@ class Events:
         """Send an event to listeners without logging it."""
         entry: Event = {"event": event}
         if scheduled is not None:
-            entry |= {
-                "index": scheduled.index,
-                "last": self._last,
-                "stage": scheduled.stage,
-                "branch": scheduled.branch,
-            }
+            entry |= {"index": scheduled.index, "last": self._last}
+            entry |= {"stage": scheduled.stage, "branch": scheduled.branch}
         entry |= details
         for listener in self._listeners:
             listener(entry)

@@ -20,7 +20,6 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import MAX_VALUE, GrowpruneError, is_users_file, shorten
-from growprune.methods import METHODS
 from growprune.methods import find_method as find_known
 from growprune.plan import Plan, declaration_of
 
@@ -136,8 +135,11 @@ def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
     changes: Changes = {}
     for key, text in settings.items():
         path = key.split(".")
-        if path == ["options"]:
-            recipe = _with_all_options(recipe, text)
+        if path == ["options"]:  # all of them, as a JSON object
+            recipe = replace(recipe, options={})
+            for name, value in convert(text, dict, key).items():
+                said = value if isinstance(value, str) else json.dumps(value)
+                recipe = _with_option(recipe, [name], said, f"options.{name}")
         elif path[0] == "options":
             recipe = _with_option(recipe, path[1:], text, key)
         elif path == ["parts"]:
@@ -179,7 +181,7 @@ def _with_method(recipe: Recipe, name: str) -> Recipe:
 def find_method(name: str) -> Callable[..., Plan]:
     """Find a method by its name in `METHODS`, or as `path.py:function`."""
     if not is_source(name):
-        return METHODS.get(name) or find_known(name, otherwise=", or give path.py:function")
+        return find_known(name, otherwise=", or give path.py:function")
     found = load(name, "method")
     declaration_of(found)  # raises if it is no method
     return found
@@ -221,21 +223,6 @@ def _nested(value: Any) -> Iterator[str]:
         yield from (f"{outer.name}.{inner.name}" for inner in (fields(inside) if is_dataclass(inside) else ()))
 
 
-def _with_all_options(recipe: Recipe, text: str) -> Recipe:
-    """Replace all options by those of a JSON object."""
-    wanted = next((value for value in _readings(text) if isinstance(value, dict)), None)
-    if wanted is None:
-        given = shorten(text, MAX_VALUE)
-        raise GrowpruneError(
-            f'--set options must be a JSON object, such as {{"steps": 4}}, got {given}. Or set options.steps'
-        )
-    recipe = replace(recipe, options={})
-    for name, value in wanted.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        recipe = _with_option(recipe, [name], text, f"options.{name}")
-    return recipe
-
-
 def _with_option(recipe: Recipe, path: list[str], text: str, key: str) -> Recipe:
     method, options = recipe.method, dict(recipe.options)
     if len(path) != 1 or path[0] not in [*declaration_of(method).options, *own_options(method)]:
@@ -265,14 +252,10 @@ def convert(text: str, hint: Any, key: str) -> Any:
     >>> convert(".9", float, "sparsity"), convert("true", bool, "restart"), convert('["a"]', tuple[str, ...], "x")
     (0.9, True, ('a',))
     """
-    readings = [text] if hint is str else [*_readings(text), text]
-    fitted = next((v for v in (_fit(reading, hint) for reading in readings) if v is not _MISFIT), _MISFIT)
-    if fitted is _MISFIT:
-        raise GrowpruneError(f"--set {key} must be {_say(hint)}, got {shorten(text, MAX_VALUE)}")
-    return fitted
-
-
-_MISFIT: Any = object()
+    for reading in [text] if hint is str else [*_readings(text), text]:
+        with contextlib.suppress(TypeError):
+            return _fit(reading, hint)
+    raise GrowpruneError(f"--set {key} must be {_say(hint)}, got {shorten(text, MAX_VALUE)}")
 
 
 def _readings(text: str) -> Iterator[Any]:
@@ -290,31 +273,27 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _fit(value: Any, hint: Any) -> Any:
+    """Return a value as the type of a field. Raise TypeError if it has another one."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return next((v for v in (_fit(value, a) for a in arguments) if v is not _MISFIT), _MISFIT)
-    if origin is Literal:
-        return value if value in arguments else _MISFIT
-    if origin is tuple:
-        return _fit_tuple(value, arguments)
-    if hint is object:  # a method that does not say
-        return value
-    if hint is types.NoneType:
-        return None if value is None else _MISFIT
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value) if abs(value) < 1e300 else _MISFIT
+        for argument in arguments:
+            with contextlib.suppress(TypeError):
+                return _fit(value, argument)
+    elif origin is Literal:
+        if value in arguments:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list):
+            hints = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
+            if len(hints) == len(value):
+                return tuple(map(_fit, value, hints))
+    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) < 1e300:
+            return float(value)
     # bool is an int to isinstance, but 1 is not a switch and true is not a count
-    return value if isinstance(value, hint) and (hint is bool) == isinstance(value, bool) else _MISFIT
-
-
-def _fit_tuple(value: Any, arguments: tuple[Any, ...]) -> Any:
-    if not isinstance(value, list):
-        return _MISFIT
-    hints = [arguments[0]] * len(value) if arguments[-1] is ... else list(arguments)
-    if len(hints) != len(value):
-        return _MISFIT
-    items = tuple(_fit(item, hint) for item, hint in zip(value, hints, strict=True))
-    return _MISFIT if _MISFIT in items else items
+    elif hint is object or (isinstance(value, hint) and (hint is bool) == isinstance(value, bool)):
+        return value
+    raise TypeError
 
 
 def _say(hint: Any) -> str:
@@ -322,11 +301,6 @@ def _say(hint: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_say(argument) for argument in get_args(hint))
-    names = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "a string",
-        types.NoneType: "null",
-    }
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
+    names[dict] = 'a JSON object, such as {"steps": 4}'
     return names.get(hint, 'a list, such as ["a", "b"]')

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, cached_property
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from growprune.logs import check_names
 from growprune.masks.layers import dense_shape
 from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.plan import Plan, declaration_of
-from growprune.plan.settings import check_counts, plain
+from growprune.plan.settings import check_counts, one_of, plain
 from growprune.sparse.stepper import LR_RAMP
 from growprune.tasks.task import Task
 from growprune.training.settings import FirstMask, Resolved, Settings
@@ -28,10 +28,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
 }
-
-
-FUSED = ("sgd", "adam", "adamw")
-"""Optimizers with a fused kernel on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class OptimizerConfig:
     """For all but sgd."""
 
     def __post_init__(self) -> None:
-        require(self.kind in OPTIMIZERS, "kind", self.kind, f"one of {', '.join(OPTIMIZERS)}")
+        one_of("kind", self.kind, OPTIMIZERS)
         require(0 <= self.lr < math.inf, "lr", self.lr, ">= 0")
         require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, ">= 0")
         require(self.momentum is None or 0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
@@ -69,7 +65,12 @@ class OptimizerConfig:
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer of a model. Parameters with weight decay are in a group of their own."""
         parameters = [p for p in model.parameters() if p.requires_grad]
-        decaying = _matrices(model)
+        decaying = {
+            id(parameter)
+            for module in model.modules()
+            for local, parameter in module.named_parameters(recurse=False)
+            if len(dense_shape(module, local)) > 1  # for any storage
+        }
         groups: list[dict[str, Any]] = [
             {"params": [p for p in parameters if id(p) in decaying], "weight_decay": self.weight_decay},
             {"params": [p for p in parameters if id(p) not in decaying], "weight_decay": 0.0},
@@ -79,23 +80,13 @@ class OptimizerConfig:
             "nesterov": self.nesterov or None,
             "betas": self.betas,
             "eps": self.eps,
-            "fused": (self.kind in FUSED and any(p.is_cuda for p in parameters)) or None,
+            "fused": (self.kind in ("sgd", "adam", "adamw") and any(p.is_cuda for p in parameters)) or None,
         }
         options = {name: value for name, value in given.items() if value is not None}
         try:
             return OPTIMIZERS[self.kind]([g for g in groups if g["params"]], lr=self.lr, **options)
         except (TypeError, ValueError) as error:
             raise GrowpruneError(f"optimizer {self.kind} does not accept {', '.join(options)}: {error}") from error
-
-
-def _matrices(model: nn.Module) -> set[int]:
-    """Ids of the parameters with two or more dimensions, for any storage."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        for local, parameter in module.named_parameters(recurse=False)
-        if len(dense_shape(module, local)) > 1
-    }
 
 
 @dataclass(frozen=True)
@@ -117,7 +108,7 @@ class LRSchedule:
     """step: smallest factor."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        one_of("shape", self.shape, ("cosine", "step", "inverse_sqrt", "constant"))
         for name in ("warmup_epochs", "warmup_iterations", "every_epochs"):
             require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), ">= 0")
         require(all(0 <= share <= 1 for share in self.milestones), "milestones", self.milestones, "in [0, 1] each")
@@ -148,21 +139,6 @@ class LRSchedule:
 def require(holds: bool, name: str, value: object, must: str) -> None:
     if not holds:
         raise GrowpruneError(f"{name} must be {must}, got {value!r}")
-
-
-def check_choices(settings: object) -> None:
-    """Raise if a dataclass field annotated `Literal[...]` has another value."""
-    kind: Any = type(settings)
-    for name, allowed in _choices(kind).items():
-        value = getattr(settings, name)
-        require(value in allowed, name, value, f"one of {', '.join(map(str, allowed))}")
-
-
-@cache
-def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
-    """Allowed values of the fields annotated `Literal[...]`. Cached, because reading annotations is slow, and
-    comparisons make thousands of recipes."""
-    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
 @dataclass(frozen=True)
@@ -240,7 +216,9 @@ class Recipe:
     def __post_init__(self) -> None:
         is_task = isinstance(self.task, Task) and is_dataclass(self.task)
         require(is_task, "task", self.task, "a frozen dataclass derived from growprune.tasks.Task")
-        check_choices(self)
+        one_of("storage", self.storage, ("masked", "compact"))
+        one_of("precision", self.precision, ("fp32", "bf16"))
+        one_of("shard", self.shard, ("none", "fsdp"))
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except (RuntimeError, TypeError) as error:

@@ -23,18 +23,19 @@ from growprune.errors import GrowpruneError
 def synchronise(model: nn.Module, group: Any) -> None:
     """Make every BatchNorm in training mode use the examples of all replicas of a process group."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not hasattr(module, "_group"):
-            # mypy takes a class for one of its instances here, and finds no __hash__
-            module.__class__ = _synchronised(type(module))  # type: ignore[arg-type]
-            module.__dict__["_group"] = group  # no submodule, no buffer: the state_dict stays as it was
+        if isinstance(module, _BatchNorm) and not _is_synchronised(module):
+            vars(module)["forward"] = functools.partial(_forward, module, group)
 
 
 def part(model: nn.Module) -> None:
     """Undo `synchronise`."""
     for module in model.modules():
-        if "_group" in module.__dict__:
-            module.__class__ = type(module).__mro__[1]
-            del module.__dict__["_group"]
+        if _is_synchronised(module):
+            del vars(module)["forward"]
+
+
+def _is_synchronised(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is _forward
 
 
 _here = SimpleNamespace(weight=1)
@@ -51,25 +52,20 @@ def counting(is_counted: bool) -> Iterator[None]:
         _here.weight = 1
 
 
-@functools.cache
-def _synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
-    return type(f"Synchronised{kind.__name__}", (kind,), {"forward": _forward})
-
-
-def _forward(norm: Any, x: Tensor) -> Tensor:
+def _forward(norm: Any, group: Any, x: Tensor) -> Tensor:
     if not norm.training:
-        return super(type(norm), norm).forward(x)  # type: ignore[no-any-return]
+        return type(norm).forward(norm, x)  # type: ignore[no-any-return]
     axes, shape = [axis for axis in range(x.dim()) if axis != 1], (1, -1, *(1,) * (x.dim() - 2))
     seen = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     weight = _here.weight
     count = torch.full((), weight * x.numel() / x.shape[1], device=x.device)  # filled there: a copy would be waited for
-    dist.all_reduce(count, group=norm._group)
+    dist.all_reduce(count, group=group)
     if not count.is_cuda and count <= 1:  # a GPU would have to be waited for
         raise GrowpruneError("BatchNorm needs more than one value per channel, got a batch with one. Drop such batches")
-    mean = _sum(weight * seen.sum(axes), norm._group) / count
+    mean = _sum(weight * seen.sum(axes), group) / count
     centred = seen - mean.view(shape)
     # of the differences: a difference of squares cancels
-    variance = _sum(weight * centred.square().sum(axes), norm._group) / count
+    variance = _sum(weight * centred.square().sum(axes), group) / count
     if norm.track_running_stats:
         with torch.no_grad():
             unbiased = variance * count / (count - 1).clamp(min=1)

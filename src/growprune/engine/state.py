@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from growprune.engine.folder import RunFolder
 from growprune.engine.observers import Accounting, Best, Exploration
 from growprune.engine.trainer import Training
 from growprune.errors import GrowpruneError
-from growprune.files import checkpoint
 from growprune.masks.bits import Snapshot
 from growprune.masks.layers import dense_shape
 from growprune.plan import Action, Edit, ScheduledPhase
@@ -140,31 +138,6 @@ class RunState:
     @property
     def is_in_branch(self) -> bool:
         return self.place.current is not None and self.place.current.branch is not None
-
-
-class Checkpoints:
-    """The checkpoints of a run, and of the branches of the fork it is in. Of each, the two newest are kept."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._number = max(checkpoint.numbers(folder.checkpoints), default=0)  # even if none of them can be loaded
-        self.previous = 0
-        """Number of the checkpoint that was written or loaded last."""
-
-    def save(self, state: dict[str, Any], scheduled: ScheduledPhase) -> int:
-        """Write a checkpoint of the run, or of a branch, and return its number."""
-        if scheduled.branch is not None:
-            folder = self._folder.branch(scheduled.stage, scheduled.branch)
-            number = max(checkpoint.numbers(folder), default=0) + 1
-            checkpoint.save(folder, number, state)
-            checkpoint.remove_old(folder, [number - 1, number])
-            return number
-        self._number += 1
-        checkpoint.save(self._folder.checkpoints, self._number, state)
-        checkpoint.remove_old(self._folder.checkpoints, [self.previous, self._number])
-        self._folder.remove_branches(before=scheduled.stage)
-        self.previous = self._number
-        return self._number
 
 
 def tensors_of(sparse: SparseModel) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,12 @@ class Batches:
 
     def of(self, branch: int | None, iteration: int) -> Iterator[Any]:
         """Yield the batches of an iteration. Use them all before asking for the next iteration."""
-        if self._prepared is not None and self._prepared[0] == (branch, iteration):
+        if self._stream is not None and self._prepared is not None and self._prepared[0] == (branch, iteration):
             first = self._prepared[1]
-            if self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
-                for leaf in tree_leaves(first):
-                    if isinstance(leaf, Tensor) and leaf.is_cuda:  # tell the allocator that this stream uses it too
-                        leaf.record_stream(torch.cuda.current_stream())
+            torch.cuda.current_stream().wait_stream(self._stream)
+            for leaf in tree_leaves(first):
+                if isinstance(leaf, Tensor) and leaf.is_cuda:  # tell the allocator that this stream uses it too
+                    leaf.record_stream(torch.cuda.current_stream())
         else:
             first = self._first(branch, iteration)
         self._prepared, self._place = None, (branch, iteration + 1)
@@ -118,11 +117,7 @@ class TrainingDiverged(RuntimeError):
 
 
 class Training:
-    """Trains a sparse model through the phases of a plan, one iteration at a time.
-
-    Args:
-        per_epoch: number of iterations per epoch.
-    """
+    """Trains a sparse model through the phases of a plan, one iteration at a time."""
 
     def __init__(
         self,
@@ -150,21 +145,18 @@ class Training:
         """Number of examples of the last iteration, over all replicas."""
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._num_losses = 0
-        self._late_sum, self._shown_sum, self._num_shown = LateReader(device), LateReader(device), 0
         self._was_branch = False
 
     def enter(self, scheduled: ScheduledPhase) -> None:
         """Begin a phase, after its edits."""
-        if scheduled.branch is not None or self._was_branch:
-            # It does not matter who trains a branch, or what ran before; and machines that part, and machines that have
-            # combined, have no common optimizer state to continue with.
+        is_apart = scheduled.branch is not None or self._was_branch
+        if is_apart:  # it does not matter who trains a branch, or what ran before
             seed_all(self.recipe.seed, "phase", scheduled.stage, scheduled.branch)
-            self.optimizer = None
-        if scheduled.phase.restart:
+        if is_apart or scheduled.phase.restart:  # machines that part or combine have no common optimizer state
             self.optimizer = None
         self._was_branch = scheduled.branch is not None
         if scheduled.phase.is_trained and self.optimizer is None:
-            self.optimizer = self._build_optimizer()
+            self._build_optimizer()
 
     def iterate(self, scheduled: ScheduledPhase, done: int) -> None:
         """Train one iteration of a phase with `done` finished iterations."""
@@ -183,8 +175,8 @@ class Training:
         if done + 1 < self.spans[scheduled.index].length or scheduled.index < len(self.spans) - 1:
             self._batches.prepare(scheduled.branch, iteration + 1)
         self._num_losses += 1
-        if self.device.type == "cpu" or self._num_losses % 20 == 0:
-            self._check(scheduled, done, self._late_sum.read(self._loss_sum))
+        if self.device.type == "cpu" or self._num_losses % 100 == 0:
+            self.check_finite(scheduled, done)
 
     def _add_gradients(self, batches: Iterator[Any]) -> Tensor:
         """Compute the gradients of all batches of an iteration, and return the mean loss."""
@@ -265,10 +257,20 @@ class Training:
         return self.loss(batch) * share
 
     def shown_loss(self) -> float | None:
-        """The mean loss of the epoch so far. On a GPU, the value of the previous call."""
-        total, self._num_shown, num = self._shown_sum.read(self._loss_sum), self._num_losses, self._num_shown
-        num = num if self.device.type == "cuda" else self._num_losses
-        return total / num if num else None
+        """The mean loss of the epoch so far. Reading it waits for a GPU."""
+        return float(self._loss_sum) / self._num_losses if self._num_losses else None
+
+    @torch.no_grad()
+    def evaluate(self, split: Literal["validation", "test"]) -> dict[str, float]:
+        """The metrics of the current model on a split of the task's data."""
+        task, model = self.recipe.task, self.sparse.model.eval()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+            metrics = task.evaluate(model, split, device=self.device)
+        if task.metric not in metrics:
+            raise GrowpruneError(
+                f"evaluate() of the task must return its metric {task.metric!r}, got {', '.join(metrics)}"
+            )
+        return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
 
     def end_epoch(self) -> float:
         """End the epoch and return its mean loss."""
@@ -278,20 +280,17 @@ class Training:
         return mean
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        return self.sparse.attach(self.recipe.optimizer.build(self.sparse.model))
+        self.optimizer = self.sparse.attach(self.recipe.optimizer.build(self.sparse.model))
+        return self.optimizer
 
     def learning_rate(self, scheduled: ScheduledPhase, done: int) -> float:
-        span, schedule = self.spans[scheduled.index], self.recipe.lr_schedule
+        span, factor = self.spans[scheduled.index], self.recipe.lr_schedule.factor
         iteration = span.start + done - span.schedule_start
-        return self.recipe.optimizer.lr * schedule.factor(
-            iteration, total=span.schedule_length, per_epoch=self.per_epoch
-        )
+        return self.recipe.optimizer.lr * factor(iteration, total=span.schedule_length, per_epoch=self.per_epoch)
 
     def check_finite(self, scheduled: ScheduledPhase, done: int) -> None:
         """Raise if any loss of the epoch so far was not finite. Cheap on a CPU, but waits for a GPU."""
-        self._check(scheduled, done, float(self._loss_sum))
-
-    def _check(self, scheduled: ScheduledPhase, done: int, loss_sum: float) -> None:
+        loss_sum = float(self._loss_sum)
         if not math.isfinite(loss_sum):
             epoch = (self.spans[scheduled.index].start + done) // self.per_epoch + 1
             raise TrainingDiverged(
@@ -301,9 +300,8 @@ class Training:
 
     def state_dict(self, device: str | None = None) -> dict[str, Any]:
         """The state to resume from. Its tensors belong on the device."""
-        optimizer, own = self.optimizer, self.sparse
         return {
-            "optimizer": None if optimizer is None else own.live_state(optimizer, device),
+            "optimizer": None if self.optimizer is None else self.sparse.live_state(self.optimizer, device),
             "was_branch": self._was_branch,
             "loss_sum": float(self._loss_sum),
             "num_losses": self._num_losses,
@@ -314,25 +312,7 @@ class Training:
         self._num_losses, self._was_branch = state["num_losses"], state["was_branch"]
         self.optimizer = None
         if state["optimizer"] is not None:
-            self.optimizer = self._build_optimizer()
-            self.sparse.load_live_state(self.optimizer, state["optimizer"])
-
-
-class LateReader:
-    """Reads a number from a device one call late, because reading it now would make the CPU wait for the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._number = torch.zeros((), dtype=torch.float64, pin_memory=self._event is not None)
-
-    def read(self, number: Tensor) -> float:
-        if self._event is None:
-            return float(number)
-        self._event.synchronize()  # long over
-        before = float(self._number)
-        self._number.copy_(number, non_blocking=True)
-        self._event.record()
-        return before
+            self.sparse.load_live_state(self._build_optimizer(), state["optimizer"])
 
 
 @dataclass(frozen=True)

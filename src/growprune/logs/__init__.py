@@ -15,7 +15,7 @@ and `density/<layer>`), `explored` and `churn` (see engine/observers.py), and th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,13 +35,11 @@ ENDS = ("finished", "interrupted", "failed")
 class Writer(Protocol):
     """Writes one log format into a run folder. The folder need not exist yet."""
 
-    def rewrite(self, rows: Iterable[Row]) -> None:
-        """Write all rows anew, and remove the old ones."""
-
-    def append(self, row: Row) -> None: ...
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write all rows. Most were written before; some of those may be gone."""
 
     def close(self) -> None:
-        """Flush everything to disk. More rows may be appended later."""
+        """Flush everything to disk. More rows may be written later."""
 
 
 class Logs:
@@ -52,7 +50,6 @@ class Logs:
     """
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
-        check_names(names)
         self._folder = folder
         self._writers: list[Writer] = [importlib.import_module(LOGS[name]).Writer(folder) for name in names]
         self._rows: StandingRows | None = None
@@ -60,19 +57,15 @@ class Logs:
     def __call__(self, event: Mapping[str, Any]) -> None:
         if self._rows is None:
             self._rows = StandingRows(read_events(self._folder))
-        row = self._rows.take(event)
+        self._rows.take(event)
         is_end = event["event"] in ENDS
-        if row is not None or (is_end and self._rows.is_stale):
-            for writer in self._writers:
-                if self._rows.is_stale:
-                    writer.rewrite(self._rows)
-                elif row is not None:
-                    writer.append(row)
-            self._rows.is_stale = False
+        for writer in self._writers:
+            if event["event"] == "epoch" or is_end:
+                writer.write([*self._rows])
+            if is_end:
+                writer.close()
         if event["event"] == "combined":  # branches that other processes have trained are in their logs
             self._rows = None
-        for writer in self._writers if is_end else ():
-            writer.close()
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from growprune.files.disk import replacing
@@ -14,20 +14,15 @@ from growprune.logs.rows import Row
 class Writer:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.csv"
-        self._rows: list[Row] = []
 
-    def rewrite(self, rows: Iterable[Row]) -> None:
-        self._rows = [*rows]
-        columns = [*dict.fromkeys(name for row in self._rows for name in row.figures)]
+    def write(self, rows: Sequence[Row]) -> None:
+        columns = [*dict.fromkeys(name for row in rows for name in row.figures)]
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row.figures for row in self._rows)
+        writer.writerows(row.figures for row in rows)
         with replacing(self._path) as file:
             file.write(text.getvalue().encode())
-
-    def append(self, row: Row) -> None:
-        self.rewrite([*self._rows, row])
 
     def close(self) -> None:
         """Every row is in the file already."""

@@ -27,6 +27,10 @@ class Row:
     figures: dict[str, float | None]
     """Numbers by column: those of PLAIN, then others such as `validation/accuracy` and `density/stem.weight`."""
 
+    @property
+    def key(self) -> tuple[int, int | None, int]:
+        return self.stage, self.branch, self.iteration
+
 
 class StandingRows:
     """The valid rows of a run, from its events in order, including those of earlier processes.
@@ -40,39 +44,31 @@ class StandingRows:
     ...     {"event": "epoch", "stage": 0, "branch": None, "iteration": 10, "epoch": 2, "loss": 2.0},
     ...     {"event": "resumed", "stage": 0, "branch": None, "iteration": 7},
     ... ]:
-    ...     _ = rows.take(event)
+    ...     rows.take(event)
     >>> [row.iteration for row in rows]
     [5]
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self._rows: dict[tuple[int, int | None, int], Row] = {}
-        self.is_stale = True
-        """True if rows were removed since the last write. The writer sets it to False."""
         for event in events:
             self.take(event)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
 
-    def take(self, event: Mapping[str, Any]) -> Row | None:
-        """Handle an event, and return the row that it adds, if any."""
-        if event["event"] in ("phase", "resumed") and event.get("iteration") is not None:
-            self._go_back(event.get("stage"), event.get("branch"), event["iteration"])
-        if event["event"] != "epoch" or "iteration" not in event:
-            return None
-        key = event["stage"], event["branch"], event["iteration"]
-        self.is_stale |= self._rows.pop(key, None) is not None
-        self._rows[key] = Row(*key, event.get("time") or time.time(), dict(_figures(event)))
-        return self._rows[key]
-
-    def _go_back(self, stage: int | None, branch: int | None, iteration: int) -> None:
-        """Remove the rows beyond an iteration of the same line of training."""
-        for key in [*self._rows]:
-            is_same_line = key[1] is None if branch is None else key[:2] == (stage, branch)
-            if is_same_line and key[2] > iteration:
-                del self._rows[key]
-                self.is_stale = True
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Add the row of an epoch, or remove the rows that a phase or a resume undoes."""
+        stage, branch, iteration = event.get("stage"), event.get("branch"), event.get("iteration")
+        if event["event"] in ("phase", "resumed") and iteration is not None:
+            for key in [*self._rows]:
+                is_same_line = key[1] is None if branch is None else key[:2] == (stage, branch)
+                if is_same_line and key[2] > iteration:
+                    del self._rows[key]
+        if event["event"] == "epoch" and iteration is not None:
+            key = event["stage"], branch, iteration
+            self._rows.pop(key, None)
+            self._rows[key] = Row(*key, event.get("time") or time.time(), dict(_figures(event)))
 
 
 def _figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:

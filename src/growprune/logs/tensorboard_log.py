@@ -5,7 +5,7 @@ When rows are removed after a resume, the files are written anew from the run's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,20 @@ class Writer:
         self._folder = folder / "tensorboard"
         self._module = need("torch.utils.tensorboard", "tensorboard", "--log tensorboard needs an extra")
         self._open: dict[int | None, Any] = {}
+        self._written: list[Row] | None = None
+        """The rows that are in the files; None if an earlier process wrote them."""
 
-    def rewrite(self, rows: Iterable[Row]) -> None:
-        self.close()
-        for path in self._folder.rglob("events.out.tfevents.*"):
-            path.unlink()
-        for row in rows:
+    def write(self, rows: Sequence[Row]) -> None:
+        if self._written is None or self._written != rows[: len(self._written)]:
+            self.close()
+            for path in self._folder.rglob("events.out.tfevents.*"):
+                path.unlink()
+            self._written = []
+        for row in rows[len(self._written) :]:
             self._add(row)
-        self._flush()
-
-    def append(self, row: Row) -> None:
-        self._add(row)
-        self._flush()  # so that a kill loses nothing
+        self._written = [*rows]
+        for writer in self._open.values():
+            writer.flush()  # so that a kill loses nothing
 
     def _add(self, row: Row) -> None:
         if row.branch not in self._open:
@@ -40,10 +42,6 @@ class Writer:
         for name, value in row.figures.items():
             if value is not None and name not in NOT_DRAWN:
                 self._open[row.branch].add_scalar(name, value, row.iteration, walltime=row.time)
-
-    def _flush(self) -> None:
-        for writer in self._open.values():
-            writer.flush()
 
     def close(self) -> None:
         for writer in self._open.values():

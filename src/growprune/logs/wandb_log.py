@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,17 @@ class Writer:
         self._run: Any = None
         self._about: dict[str, Any] = {}
 
-    def rewrite(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Sequence[Row]) -> None:
         self._open()
         logged = {tuple(key) for key in self._about["logged"]}
-        for row in [row for row in rows if _key(row) not in logged]:
+        for row in rows:
+            if row.key in logged:
+                continue
             below = "" if row.branch is None else f"branch-{row.branch}/"
             shown = {name: value for name, value in row.figures.items() if value is not None and name not in NOT_SHOWN}
             self._run.log({name if name == STEP else below + name: value for name, value in shown.items()})
-            self._about["logged"].append(_key(row))
+            self._about["logged"].append(row.key)
         self._write()
-
-    def append(self, row: Row) -> None:
-        self.rewrite([row])
 
     def _open(self) -> None:
         """Start the run in W&B, or continue it."""
@@ -71,10 +70,6 @@ class Writer:
         if self._run is not None:
             self._run.finish()
             self._run = None
-
-
-def _key(row: Row) -> tuple[int, int | None, int]:
-    return row.stage, row.branch, row.iteration
 
 
 def _json(path: Path) -> dict[str, Any]:
