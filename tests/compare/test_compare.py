@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 from growprune import engine
 from growprune.cli import app
-from growprune.compare import Request, comparison, of_runs
+from growprune.compare import Request, of_runs
 from growprune.compare.jobs import Job, Working, last_words
+from growprune.runs import comparison
 from growprune.runs.table import TOLERANCE
 
 TOY = f"{TOY_FILE}:cyclic"

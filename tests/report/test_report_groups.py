@@ -122,7 +122,7 @@ def test_only_the_method_dense_is_dense(tmp_path: Path) -> None:
         write(tmp_path / method, method, score, sparsity=0.0)
     (group,) = groups_of(tmp_path)
     assert [row.label for row in group.dense] == ["dense"]
-    assert [cells["minus dense"] for cells in results(tmp_path).values()] == ["", "-12.00", "-22.00"]
+    assert [cells["vs dense"] for cells in results(tmp_path).values()] == ["", "-12.00", "-22.00"]
 
 
 def test_sparsity_in_the_recipe_of_a_dense_run_means_nothing(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_reference_is_the_dense_row_of_the_same_length(tmp_path: Path) -> None:
     write_epochs(tmp_path / "long", "dense", 100, 96.0)
     write_epochs(tmp_path / "short", "dense", 20, 90.0)
     write_epochs(tmp_path / "gmp", "gmp", 20, 90.5)
-    assert results(tmp_path)["gmp:global 0.9"]["minus dense"] == "+0.50"
+    assert results(tmp_path)["gmp:global 0.9"]["vs dense"] == "+0.50"
     assert "The dense model (dense epochs=20) has accuracy 90.00" in page_of(tmp_path)
 
 
@@ -161,8 +161,8 @@ def test_reference_is_the_best_dense_row_by_validation(tmp_path: Path) -> None:
         write(tmp_path / str(rate), "dense", score, recipe={"optimizer": {"lr": rate}})
     write(tmp_path / "gmp", "gmp", 90.0, recipe={"optimizer": {"lr": 0.5}, "allocation": "global"})
     (group,) = groups_of(tmp_path)
-    assert group.reference is not None and group.reference.label == "dense optimizer.lr=0.1"
-    assert results(tmp_path)["gmp:global 0.9"]["minus dense"] == "-2.00"
+    assert group.table.reference is not None and group.table.reference.label == "dense optimizer.lr=0.1"
+    assert results(tmp_path)["gmp:global 0.9"]["vs dense"] == "-2.00"
 
 
 # Unfinished and damaged runs

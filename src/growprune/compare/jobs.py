@@ -5,7 +5,6 @@ A worker needs nothing but the folder of its run: it runs the command that `--pr
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.logs.rows import read_events
 from growprune.runs import Record, read_run
+from growprune.runs.comparison import writing_to
 from growprune.runs.record import failure_file, in_full
 from growprune.runs.table import MAY_CHANGE, flat
 from growprune.tasks.task import num_cores
@@ -138,18 +138,6 @@ class Job:
                         f"{folder.result} has {name}={stored[name]!r}, but the comparison has {wanted[name]!r} now. "
                         f"Restore it, or choose another --out"
                     )
-
-
-@contextlib.contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Turn an OSError into one line that names the folder and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise GrowpruneError(
-            f"cannot write to {folder} ({error.strerror or error}). Check disk space and permissions, or choose "
-            f"another --out"
-        ) from error
 
 
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}

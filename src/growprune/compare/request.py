@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from growprune.compare.comparison import Comparison
-from growprune.compare.jobs import EARLIER, Job, writing_to
+from growprune.compare.jobs import EARLIER, Job
 from growprune.compare.rows import (
     LONGEST,
     Budget,
@@ -38,6 +37,7 @@ from growprune.files import disk
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
 from growprune.runs import Record, find_runs
+from growprune.runs.comparison import Comparison, writing_to
 from growprune.runs.record import TUNING, in_full
 from growprune.runs.result import Json, Metric
 from growprune.runs.table import FAILED, check, check_rows, deciding, rows_of, say_grid, terms_of, without_tried

@@ -403,16 +403,15 @@ def _row_by_row(rows: list[RunRow], quality: Json, group: Group, styles: Styles)
     rows = sorted(rows, key=lambda row: sign * (row.mean("test") or 0.0))
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": DENSE_LINE}
     lines = [{**line, "x0": row.mean("test"), "x1": row.mean("test")} for row in rows if row.is_dense]
-    return [_dot(row, "test", 1, styles) for row in rows], layout(quality, rows_axis(rows), shapes=lines)
+    return [_dot(row, styles) for row in rows], layout(quality, rows_axis(rows), shapes=lines)
 
 
-def _dot(row: RunRow, figure: Figure, unit: float, styles: Styles) -> Json:
+def _dot(row: RunRow, styles: Styles) -> Json:
     """The point of a row on a line of its own, with a bar for its deviation."""
-    style, spread = styles.of(row), row.spread(figure)
-    trace = {**of_row(row), "mode": "markers", "x": [(spread.mean or 0.0) / unit], "y": [row.label]}
+    style, spread = styles.of(row), row.spread("test")
+    trace = {**of_row(row), "mode": "markers", "x": [spread.mean], "y": [row.label]}
     trace["marker"] = DENSE_POINT if row.is_dense else style.marker(size=11)
-    bar = [(spread.deviation or 0.0) / unit]
-    trace["error_x"] = {"type": "data", "array": bar, "width": 4, "color": style.colour}
+    trace["error_x"] = {"type": "data", "array": [spread.deviation or 0.0], "width": 4, "color": style.colour}
     return trace | {"hovertemplate": f"{row.label}, {spread.count} seeds<br>%{{x:.4g}}<extra></extra>"}
 
 
@@ -463,23 +462,3 @@ def _dense(row: RunRow, cost: Cost, xs: list[float]) -> list[Json]:
     point: Json = {**of_row(row), "mode": "markers", "x": [x], "y": [y], "marker": DENSE_POINT, "showlegend": False}
     point["hovertemplate"] = f"{row.label}<br>%{{y:.4g}} at %{{x:{cost.tickformat}}}<extra></extra>"
     return [line, point]
-
-
-def time_chart(group: Group, styles: Styles) -> Chart | None:
-    """The measured training time."""
-    rows = [row for row in group.rows if row.mean("seconds") is not None]
-    if not rows:
-        return None
-    rows.sort(key=lambda row: row.mean("seconds") or 0.0)
-    most = rows[-1].mean("seconds") or 0.0
-    unit, size = ("hours", 3600) if most > 7200 else ("minutes", 60) if most > 120 else ("seconds", 1)
-    spreads = [(row, row.spread("seconds")) for row in rows]
-    return Chart(
-        "time",
-        "Training time",
-        f"The {unit} that a run took. Compare only runs that had the same kind of machine to themselves.",
-        [_dot(row, "seconds", size, styles) for row in rows],
-        layout(axis(unit, rangemode="tozero"), rows_axis(rows)),
-        ["run", "seconds (mean)", "standard deviation", "seeds"],
-        [[row.label, time.mean, time.deviation, time.count] for row, time in spreads],
-    )

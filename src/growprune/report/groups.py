@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from growprune.methods import METHODS
-from growprune.plan import declaration_of
 from growprune.runs import Record
+from growprune.runs.comparison import Comparison
 from growprune.runs.result import Json, Metric
-from growprune.runs.table import RunRow, reference, rows_of, task_settings, varying
+from growprune.runs.table import RunRow, rows_of, task_settings, varying
 
 SAME_FLOPS = 0.05
 """Largest relative difference of training FLOPs within one budget."""
@@ -24,12 +22,16 @@ class Group:
 
     title: str
     budget: str
-    rows: tuple[RunRow, ...]
+    table: Comparison
     """Runs of a row are either all finished or all unfinished, because a mean of both would be meaningless."""
 
     @property
     def name(self) -> str:
         return f"{self.title}, {self.budget}".rstrip(", ")
+
+    @property
+    def rows(self) -> list[RunRow]:
+        return self.table.rows
 
     @property
     def sparse(self) -> list[RunRow]:
@@ -43,20 +45,9 @@ class Group:
     def finished(self) -> list[RunRow]:
         return [row for row in self.rows if row.mean("test") is not None]
 
-    @cached_property
-    def reference(self) -> RunRow | None:
-        """The dense row that others are compared with."""
-        return reference(self.rows)
-
     @property
     def metric(self) -> Metric:
-        return next((row.metric for row in self.rows if row.metric.name), Metric("metric"))
-
-
-def is_control(row: RunRow) -> bool:
-    """True for a method without its growth, which the method declares as a control."""
-    method = METHODS.get(str(row.first.recipe.get("method")))
-    return method is not None and declaration_of(method).control in row.options
+        return self.table.metric if self.table.metric.name else Metric("metric")
 
 
 def order(record: Record) -> tuple[str, float, str]:
@@ -117,7 +108,7 @@ def _split(records: list[Record], differing: Mapping[str, Any]) -> list[Group]:
         budgets.setdefault(max(budgets, key=lambda name: len(budgets[name]), default=""), []).extend(unfinished)
     budgets = budgets or {f"{max((record.epochs for record in dense), default=0)} epochs": []}
     title = _title(records[0], differing)
-    return [Group(title, budget, tuple(_rows([*dense, *found]))) for budget, found in budgets.items()]
+    return [Group(title, budget, Comparison(_rows([*dense, *found]))) for budget, found in budgets.items()]
 
 
 def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Record]]:

@@ -434,6 +434,10 @@ def check_rows(rows: Sequence[RunRow], allowed: Sequence[str] = (), *, with_epoc
             epochs = run.final_epochs if with_epochs else None
             terms.append(terms_of(run, f"{row.name} {in_full(row.sparsity)} seed {run.seed}", epochs=epochs))
     differences = check(terms, allowed)
+    name = next((row.metric.name for row in rows if row.finished), "")
+    results = [run.result for row in rows for run in row.runs if run.result is not None]
+    if not all(name in result.validation and name in result.test for result in results):
+        raise GrowpruneError(f"not all results have the metric {name!r}. Compare runs of one task only")
     for row in rows:
         by_seed: dict[int, Record] = {}
         for run in row.runs:

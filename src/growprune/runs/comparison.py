@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from growprune.compare.jobs import writing_to
 from growprune.errors import GrowpruneError
 from growprune.files.disk import finite, replacing
 from growprune.runs.record import in_full, say_small
@@ -48,17 +48,13 @@ class Comparison:
     """Notes on how the runs were made, and on allowed differences between them."""
 
     def __post_init__(self) -> None:
-        name = self.metric.name
-        results = [run.result for row in self.rows for run in row.runs if run.result is not None]
-        if not all(name in result.validation and name in result.test for result in results):
-            raise GrowpruneError(f"not all results have the metric {name!r}. Compare runs of one task only")
         dense = reference(self.rows)
         length = self.budget.get("epochs") or (None if dense is None else dense.epochs)
         self.rows = [replace(row, dense_epochs=length) for row in self.rows]
 
     @cached_property
     def metric(self) -> Metric:
-        return next((row.metric for row in self.rows if row.finished), Metric(""))
+        return next((row.metric for row in self.rows if row.metric.name), Metric(""))
 
     @cached_property
     def reference(self) -> RunRow | None:
@@ -237,3 +233,15 @@ class Comparison:
             lines += ["", "| " + " | ".join(TUNING_HEAD) + " |", "|---|---|" + "---:|" * (len(TUNING_HEAD) - 2)]
             lines += ["| " + " | ".join(cells_of(tuning)) + " |" for tuning in self.tunings]
         return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.errors])]) + "\n"
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn an OSError into one line that names the folder and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise GrowpruneError(
+            f"cannot write to {folder} ({error.strerror or error}). Check disk space and permissions, or choose "
+            f"another --out"
+        ) from error
