@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from growprune.files import disk
-from growprune.methods import METHODS
 from growprune.report.groups import Group
 from growprune.runs import Record
 from growprune.runs.record import in_full
 from growprune.runs.result import Json
-from growprune.runs.table import Figure, RunRow
+from growprune.runs.table import RunRow
 
 Value = str | float | int | None
 
@@ -103,18 +102,12 @@ class Style:
 
 
 class Styles:
-    """Styles of all runs of a page: a colour for each method, a symbol for each row, a line style for each sparsity.
-
-    Methods are in the order of `growprune list`, then unknown ones.
-    """
+    """Styles of all runs of a page: a colour for each method, a symbol for each row, a line style for each sparsity."""
 
     def __init__(self, rows: Iterable[RunRow]) -> None:
-        order = [*METHODS]
         sparse = [row for row in rows if not row.is_dense]
-        ranks = {row.method: order.index(row.method) if row.method in order else len(order) for row in sparse}
-        self.methods = sorted(ranks, key=lambda name: (ranks[name], name))
-        series = {row.name: (ranks[row.method], row.name) for row in sparse}
-        self.series = sorted(series, key=lambda name: series[name])
+        self.methods = sorted({row.method for row in sparse})
+        self.series = sorted({row.name for row in sparse})
         self.sparsities = sorted({row.sparsity for row in sparse})
 
     def of(self, row: RunRow) -> Style:
@@ -151,16 +144,6 @@ def rows_axis(rows: Sequence[RunRow]) -> Json:
     return axis("", type="category", ticksuffix=" ", categoryorder="array", categoryarray=names)
 
 
-def training_flops(record: Record) -> float | None:
-    """FLOPs of the training. As an attribute of a row, they would be a share of dense training."""
-    return record.figure("training_flops")  # type: ignore[no-any-return]
-
-
-def inference_flops(record: Record) -> float | None:
-    """FLOPs of the last model for one example, without its zeros."""
-    return record.total("flops_sparse")  # type: ignore[no-any-return]
-
-
 def short(value: float) -> str:
     """Format a number for a table: up to five digits, with thousands separators."""
     if isinstance(value, int):
@@ -181,12 +164,10 @@ class Quantity:
     title: str
     axis: str
     caption: str
-    join: Callable[[Iterable[float]], float] = max
-    """Combines the values of the branches of a fork, which share their epochs."""
 
     @property
     def is_share(self) -> bool:
-        """True for a fraction that changes in steps."""
+        """True for a fraction that changes in steps. The largest of the branches of a fork counts, not their mean."""
         return self.name in ("live", "explored", "churn")
 
     def of(self, record: Record, entry: Json) -> Any:
@@ -208,8 +189,8 @@ def quantities(group: Group) -> list[Quantity]:
     churn = "How much of the mask the last edit changed. At 0 % all live weights stayed; at 100 % none did."
     over, on_data, share = f"Validation {metric} over time", f"{metric} on validation data", "(fraction of prunable)"
     return [
-        Quantity("quality", over, on_data, quality, statistics.mean),
-        Quantity("loss", "Loss over time", "training loss", loss, statistics.mean),
+        Quantity("quality", over, on_data, quality),
+        Quantity("loss", "Loss over time", "training loss", loss),
         Quantity("live", "Live weights over time", f"live weights {share}", live),
         Quantity("explored", "Weights ever explored", f"ever trained {share}", explored),
         Quantity("churn", "Mask churn", "changed by the last edit (fraction of live)", churn),
@@ -236,12 +217,8 @@ def _chart_over_time(quantity: Quantity, group: Group, styles: Styles) -> Chart 
         [trace for row, seeds in found for trace in _traces_over_time(quantity, row, seeds, styles)],
         layout(axis("epoch", rangemode="tozero"), y),
         ["epoch", *(row.label for row, _ in found)],
-        [[_epoch(key), *(points.get(key) for points in means)] for key in keys],
+        [[round(key[0], 4), *(points.get(key) for points in means)] for key in keys],
     )
-
-
-def _epoch(key: Key) -> float:
-    return int(key[0]) if key[0] == int(key[0]) else round(key[0], 4)
 
 
 def _seeds(row: RunRow, quantity: Quantity) -> dict[Key, list[float]]:
@@ -258,7 +235,8 @@ def _points(record: Record, quantity: Quantity) -> dict[Key, float]:
     for key, entry in [*ends, *(_phases(record) if quantity.name == "live" else ())]:
         if (value := quantity.of(record, entry)) is not None:
             found.setdefault(key, []).append(float(value))
-    return {key: float(quantity.join(values)) for key, values in found.items()}
+    join = max if quantity.is_share else statistics.mean
+    return {key: float(join(values)) for key, values in found.items()}
 
 
 def _phases(record: Record) -> Iterator[tuple[Key, Json]]:
@@ -346,7 +324,8 @@ class Cost:
     """The x axis of a chart of quality."""
 
     name: str
-    figure: Figure
+    figure: str
+    """An attribute of Record."""
     tickformat: str
     caption: str
     """{up} and {above} are replaced by the direction of better scores."""
@@ -358,8 +337,8 @@ class Cost:
 
 COSTS = (
     Cost("sparsity", "sparsity", "~%", "The dashed line is the dense model; a point on or {above} it lost nothing."),
-    Cost("training FLOPs", training_flops, "~s", "The compute for training. {up} and left is better."),
-    Cost("inference FLOPs", inference_flops, "~s", "The compute for one example if zeros are skipped."),
+    Cost("training FLOPs", "training_flops", ".0%", "The compute for training, of dense. {up} and left is better."),
+    Cost("inference FLOPs", "inference_flops", ".0%", "The compute for one example if zeros are skipped, of dense."),
     Cost("peak live weights", "peak_alive", ".0%", "At 100 % a method needs memory for the dense model."),
     Cost("average live weights", "average_alive", ".0%", "About what training could cost."),
     Cost("peak memory", "peak_bytes", "~s", "Compare only runs on one machine with the same storage."),

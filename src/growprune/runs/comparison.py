@@ -27,8 +27,8 @@ FORMAT = 2
 SHARES = ("training_flops", "inference_flops", "peak_alive", "average_alive")
 FIGURES = ("validation", "test", "epochs", "reached", *SHARES, "peak_bytes", "seconds")
 """Numbers of each run in comparison.json."""
-_OVER_SEEDS, _PAIRED = ("mean", "deviation"), ("mean", "standard_error")
-SPREADS = {"test": _OVER_SEEDS, "validation": _OVER_SEEDS, "minus_baseline": _PAIRED, "minus_dense": _PAIRED}
+SPREADS = {"test": "deviation", "validation": "deviation"}
+SPREADS |= {"minus_baseline": "standard_error", "minus_dense": "standard_error"}
 """Columns of comparison.csv for numbers with a spread."""
 QUALITY = ("row", "sparsity", "epochs", "test", "inference FLOPs", "vs baseline", "vs dense", "runs")
 COST = ("training FLOPs", "peak alive", "average alive", "memory", "seconds")
@@ -103,12 +103,9 @@ class Comparison:
         if len(places) > 1:
             notes.append(f"runs used different devices ({', '.join(places)}): do not compare seconds")
         notes += self._say_baselines()
-        for row in self.rows:
-            if row.small:
-                notes.append(f"{row.name} {in_full(row.sparsity)}: {say_small(row.small, at_length=True)}")
-        for row in self.rows:
-            if row.is_off:
-                notes.append(f"{row.name} missed sparsity {in_full(row.sparsity)}: it reached {row.reached:.4g}")
+        notes += [f"{row.label}: {say_small(row.small, at_length=True)}" for row in self.rows if row.small]
+        for row in [row for row in self.rows if row.is_off]:
+            notes.append(f"{row.name} missed sparsity {in_full(row.sparsity)}: it reached {row.reached:.4g}")
         return [*notes, *notes_of(self.tunings), *notes_on_versions(runs)]
 
     def _say_baselines(self) -> list[str]:
@@ -143,10 +140,8 @@ class Comparison:
         sparsity += f" ({say_small(row.small)})" if row.small else ""
         shares = {name: "-" if (mean := row.mean(name)) is None else f"{mean:.3f}" for name in SHARES}
         memory, seconds = row.values("peak_bytes"), row.mean("seconds")
-        gaps = [
-            "" if gap is None else plus_minus(gap.mean, gap.standard_error, places, "+")
-            for gap in (self.minus_baseline(row), self.minus_dense(row))
-        ]
+        found = (self.minus_baseline(row), self.minus_dense(row))
+        gaps = ["" if gap is None else plus_minus(gap.mean, gap.standard_error, places, "+") for gap in found]
         states = [run.status for run in row.runs]
         missing = [f"{n} {status}" for status in ("failed", "unfinished", "damaged") if (n := states.count(status))]
         quality = (
@@ -178,20 +173,22 @@ class Comparison:
             figures = {name: row.value(run, name) for name in FIGURES} if run.is_finished else {}
             runs.append({**about, **figures})
         return {
-            **{"name": row.name, "method": row.method, "allocation": row.allocation, "options": row.options},
+            **{"name": row.name, "method": row.method, "allocation": str(row.first.recipe.get("allocation", ""))},
+            "options": dict(row.first.recipe.get("options") or {}),
             **{"sparsity": row.sparsity, "epochs": self.epochs(row), "runs": runs, "summary": self.summary(row)},
             **{"small": row.small or None, "tuning": row.tuning or None},
         }
 
     def summary(self, row: RunRow) -> Json:
         """The columns of a row as numbers."""
-        best, gaps = self.baselines[self.rows.index(row)], (self.minus_baseline(row), self.minus_dense(row))
+        best = self.baselines[self.rows.index(row)]
+        gaps = {"minus_baseline": self.minus_baseline(row), "minus_dense": self.minus_dense(row)}
         states = [run.status for run in row.runs]
         return {
             "reached": row.reached,
             **{name: asdict(row.spread(name)) for name in ("test", "validation")},
             "baseline": None if best is None else best.name,
-            **dict(zip(("minus_baseline", "minus_dense"), (gap and asdict(gap) for gap in gaps), strict=True)),
+            **{name: gap and asdict(gap) for name, gap in gaps.items()},
             **{name: row.mean(name) for name in (*SHARES, "seconds")},
             "peak_bytes": max(row.values("peak_bytes").values(), default=None),
             **{status: states.count(status) for status in ("finished", "failed", "unfinished")},
@@ -212,13 +209,11 @@ class Comparison:
         for row in self.rows:
             line: Json = {"row": row.name, "sparsity": row.sparsity, "epochs": self.epochs(row)}
             for name, value in self.summary(row).items():
-                inside = value if isinstance(value, dict) else {}
-                spread = SPREADS.get(name)
-                line |= {f"{name}_{key}": inside.get(key) for key in spread} if spread else {name: value}
-            tuning = row.tuning or {"chosen": None, "size": None, "points": []}
-            lines.append(
-                line | {"chosen": tuning["chosen"], "grid": tuning["size"], "tuning_runs": len(tuning["points"])}
-            )
+                columns = ("mean", SPREADS[name]) if name in SPREADS else ()
+                line |= {f"{name}_{key}": (value or {}).get(key) for key in columns} or {name: value}
+            tuning = row.tuning
+            line |= {"chosen": tuning.get("chosen"), "grid": tuning.get("size")}
+            lines.append(line | {"tuning_runs": len(tuning.get("points", []))})
         text = io.StringIO()
         writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
         writer.writeheader()

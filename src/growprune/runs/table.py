@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -198,9 +198,6 @@ Key = TypeVar("Key")
 TOLERANCE = 0.0005
 """Difference from the target sparsity above which a row is off its target."""
 
-Figure = str | Callable[[Record], float | None]
-"""A number of a run: an attribute of Record or a field of its result, or a function that returns it."""
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -263,14 +260,6 @@ class RunRow:
         return self.first.method if self.first.recipe else ""
 
     @property
-    def allocation(self) -> str:
-        return str(self.first.recipe.get("allocation", ""))
-
-    @property
-    def options(self) -> Json:
-        return dict(self.first.recipe.get("options") or {})
-
-    @property
     def sparsity(self) -> float:
         """The target sparsity."""
         return self.first.sparsity
@@ -323,27 +312,25 @@ class RunRow:
         """True if it ends at another sparsity than its target. Always False for a small dense model."""
         return not self.small and self.reached is not None and abs(self.reached - self.sparsity) > TOLERANCE
 
-    def values(self, figure: Figure) -> dict[int, float]:
-        """A number of each finished run by seed, for runs that have it."""
+    def values(self, figure: str) -> dict[int, float]:
+        """A number of each finished run by seed, if known: an attribute of Record, or a field of its result."""
         found = {run.seed: self.value(run, figure) for run in self.finished}
         return {seed: value for seed, value in found.items() if value is not None}
 
-    def value(self, run: Record, figure: Figure) -> float | None:
+    def value(self, run: Record, figure: str) -> float | None:
         """A number of one of its runs."""
-        if not isinstance(figure, str):
-            return figure(run)
         if figure == "training_flops":
             return run.training_flops(self.dense_epochs)
         found: float | None = getattr(run, figure) if hasattr(run, figure) else run.figure(figure)
         return found
 
-    def mean(self, figure: Figure) -> float | None:
+    def mean(self, figure: str) -> float | None:
         return mean(self.values(figure).values())
 
-    def spread(self, figure: Figure) -> Spread:
+    def spread(self, figure: str) -> Spread:
         return Spread.of([*self.values(figure).values()])
 
-    def minus(self, other: RunRow, figure: Figure = "test") -> Gap | None:
+    def minus(self, other: RunRow, figure: str = "test") -> Gap | None:
         """The difference to another row, paired by seed: on test data, if nothing else is said."""
         return paired(self.values(figure), other.values(figure))
 
