@@ -258,9 +258,9 @@ def test_runs_that_are_there_cannot_be_tuned(tmp_path: Path) -> None:
         (("lr_scaling=0,1",), "all 2 points give the same run of dense, so this row would not be tuned"),
         (("optimizer.lr=x1,-3",), "dense, optimizer.lr=-3: "),
         (("optimizer.lr=x1,fast",), "dense, optimizer.lr=fast: --tune optimizer.lr must be a number, got fast"),
-        (("task.batch_size=8,16",), "a comparison cannot tune task; all rows share task, model and data"),
-        (("seed=1,2",), "a comparison cannot tune seed; use --seeds"),
-        (("options=1,2",), "a comparison cannot tune options; name an option that all rows have"),
+        (("task.batch_size=8,16",), "all rows share task, model and data"),
+        (("seed=1,2",), "--tune seed: it belongs to rows. Use --methods"),
+        (("options=1,2",), "or tune an option, as in options.until"),
     ],
 )
 def test_a_grid_that_cannot_be_is_one_clear_line_before_anything_is_trained(

@@ -167,8 +167,8 @@ class Working:
     def epochs_done(self) -> float:
         """Epochs of all runs so far. Runs that failed count as done, because nothing is left of them."""
         running = [job for job in self.jobs if not job.is_finished and not job.error]
-        done: float = sum(job.epochs for job in self.jobs if job not in running)
-        return done + sum(min(job.epochs, last_epoch(job).get("epoch", 0)) for job in running)
+        done = sum(job.epochs for job in self.jobs if job not in running)
+        return done + sum(min(job.epochs, int(last_epoch(job).get("epoch", 0))) for job in running)
 
     @property
     def seconds(self) -> float:

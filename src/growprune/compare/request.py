@@ -15,7 +15,9 @@ from torch import nn
 
 from growprune.compare.jobs import EARLIER, Job
 from growprune.compare.rows import (
+    INSTEAD,
     LONGEST,
+    OWN,
     Budget,
     Grid,
     Point,
@@ -47,9 +49,6 @@ Cell = tuple[str, float]
 """A line of the table: the name of its row, and its sparsity."""
 Settled = tuple[Row, float, Point, Recipe, dict[str, str], float]
 """A run without its seed: row, sparsity, point, recipe, the settings that make it, and epochs."""
-
-OWN = ("method", "options", "sparsity", "allocation", "seed")
-"""Fields of the recipe that belong to rows and runs. `--set` cannot change them."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,7 @@ class Request:
         given = with_places(parse_settings(settings), found, data)
         for key in given:
             if key.partition(".")[0] in OWN:
-                raise GrowpruneError(
-                    f"--set {key}: rows of a comparison set it. Use --methods, --sparsities or --seeds"
-                )
+                raise GrowpruneError(f"--set {key}: rows of a comparison set it. {INSTEAD}")
         base = override(found, given) if given else found
         rows = parse_rows(methods, with_controls=with_controls)
         of_sparsity, of_seed = _numbers("--sparsities", sparsities, float), _numbers("--seeds", seeds, int)
