@@ -200,7 +200,7 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
     for line in [*comparison.notes, *comparison.errors]:
         say(line)
     if out is not None:
-        say(f"written to {out}: comparison.json, comparison.csv")
+        say(f"written to {out}: comparison.json")
 
 
 def _names(rows: Sequence[RunRow], cells: Sequence[Mapping[str, str]]) -> list[str]:

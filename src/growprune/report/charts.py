@@ -138,12 +138,6 @@ def layout(x: Json, y: Json, **more: Any) -> Json:
     return {"xaxis": x, "yaxis": y, "margin": margin, "showlegend": False, "hovermode": "closest", **more}
 
 
-def rows_axis(rows: Sequence[RunRow]) -> Json:
-    """An axis with one place for each row, the first at the top."""
-    names = [row.label for row in reversed(rows)]
-    return axis("", type="category", ticksuffix=" ", categoryorder="array", categoryarray=names)
-
-
 def short(value: float) -> str:
     """Format a number for a table: up to five digits, with thousands separators."""
     if isinstance(value, int):
@@ -380,18 +374,19 @@ def _row_by_row(rows: list[RunRow], quality: Json, group: Group, styles: Styles)
     """Data and layout for one sparsity: each row has a line of its own."""
     sign = 1 if group.metric.lower_is_better else -1
     rows = sorted(rows, key=lambda row: sign * (row.mean("test") or 0.0))
-    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": DENSE_LINE}
-    lines = [{**line, "x0": row.mean("test"), "x1": row.mean("test")} for row in rows if row.is_dense]
-    return [_dot(row, styles) for row in rows], layout(quality, rows_axis(rows), shapes=lines)
-
-
-def _dot(row: RunRow, styles: Styles) -> Json:
-    """The point of a row on a line of its own, with a bar for its deviation."""
-    style, spread = styles.of(row), row.spread("test")
-    trace = {**of_row(row), "mode": "markers", "x": [spread.mean], "y": [row.label]}
-    trace["marker"] = DENSE_POINT if row.is_dense else style.marker(size=11)
-    trace["error_x"] = {"type": "data", "array": [spread.deviation or 0.0], "width": 4, "color": style.colour}
-    return trace | {"hovertemplate": f"{row.label}, {spread.count} seeds<br>%{{x:.4g}}<extra></extra>"}
+    names = [row.label for row in reversed(rows)]
+    places = axis("", type="category", ticksuffix=" ", categoryorder="array", categoryarray=names)
+    data, lines = [], []
+    for row in rows:
+        style, spread = styles.of(row), row.spread("test")
+        trace = {**of_row(row), "mode": "markers", "x": [spread.mean], "y": [row.label]}
+        trace["marker"] = DENSE_POINT if row.is_dense else style.marker(size=11)
+        trace["error_x"] = {"type": "data", "array": [spread.deviation or 0.0], "width": 4, "color": style.colour}
+        data.append(trace | {"hovertemplate": f"{row.label}, {spread.count} seeds<br>%{{x:.4g}}<extra></extra>"})
+        if row.is_dense:
+            ends = {"x0": spread.mean, "x1": spread.mean, "y0": 0, "y1": 1}
+            lines.append({"type": "line", "yref": "paper", "line": DENSE_LINE, **ends})
+    return data, layout(quality, places, shapes=lines)
 
 
 def _against(cost: Cost, rows: list[RunRow], quality: Json, styles: Styles) -> tuple[list[Json], Json]:

@@ -107,20 +107,24 @@ def _split(records: list[Record], differing: Mapping[str, Any]) -> list[Group]:
     if unfinished:  # their length is not known: they are shown with the budget that has most runs
         budgets.setdefault(max(budgets, key=lambda name: len(budgets[name]), default=""), []).extend(unfinished)
     budgets = budgets or {f"{max((record.epochs for record in dense), default=0)} epochs": []}
-    title = _title(records[0], differing)
+    task = task_settings(records[0])
+    title = _name(records[0]) + (f" {task['model']}" if task.get("model") else "")
+    title += f" on {task['data']}" if task.get("data") else ""
+    more = [f"{name} {task[name]}" for name in differing if name in task and name not in ("name", "model", "data")]
+    title = ", ".join([title, *more])
     return [Group(title, budget, Comparison(_rows([*dense, *found]))) for budget, found in budgets.items()]
 
 
 def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Record]]:
     """Join budgets of different epochs if all their runs have nearly the same training FLOPs."""
-    ranges = {epochs: flops for epochs, records in by_epochs.items() if (flops := _flops(records)) is not None}
-    joined: list[list[int]] = []
-    for epochs in sorted(ranges, key=lambda epochs: ranges[epochs]):
-        together = [ranges[other] for other in [*(joined[-1] if joined else ()), epochs]]
-        if joined and max(most for _, most in together) <= (1 + SAME_FLOPS) * together[0][0]:
-            joined[-1].append(epochs)
-        else:
-            joined.append([epochs])
+    flops = {epochs: [record.figure("training_flops") for record in records] for epochs, records in by_epochs.items()}
+    known = [epochs for epochs, found in flops.items() if None not in found]
+    joined: list[list[int]] = [[]]
+    for epochs in sorted(known, key=lambda epochs: (min(flops[epochs]), max(flops[epochs]))):
+        together = [count for other in (*joined[-1], epochs) for count in flops[other]]
+        if max(together) > (1 + SAME_FLOPS) * min(together):
+            joined.append([])
+        joined[-1].append(epochs)
     name_of = {epochs: f"{epochs} epochs" for epochs in by_epochs}
     for same in [same for same in joined if len(same) > 1]:
         name_of |= dict.fromkeys(same, f"equal training FLOPs ({min(same)} to {max(same)} epochs)")
@@ -128,20 +132,6 @@ def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Re
     for epochs, records in by_epochs.items():
         found.setdefault(name_of[epochs], []).extend(records)
     return found
-
-
-def _flops(records: Sequence[Record]) -> tuple[float, float] | None:
-    """Smallest and largest training FLOPs of runs. None if any is unknown."""
-    flops = [record.figure("training_flops") for record in records]
-    return None if None in flops else (min(flops), max(flops))
-
-
-def _title(record: Record, differing: Mapping[str, Any]) -> str:
-    task = task_settings(record)
-    title = _name(record) + (f" {task['model']}" if task.get("model") else "")
-    title += f" on {task['data']}" if task.get("data") else ""
-    more = [f"{name} {task[name]}" for name in differing if name in task and name not in ("name", "model", "data")]
-    return ", ".join([title, *more])
 
 
 def _rows(records: Sequence[Record]) -> list[RunRow]:

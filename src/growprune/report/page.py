@@ -139,26 +139,23 @@ def _tuning(records: Sequence[Record]) -> str:
 
 
 def _figures(heading: str, shown: Sequence[Chart], charts: list[Chart]) -> str:
-    figures = []
-    for chart in shown:
-        figures.append(_figure(len(charts), chart))
-        charts.append(chart)
-    return f"<h3>{heading}</h3><div class='charts'>{''.join(figures)}</div>" if figures else ""
-
-
-def _figure(number: int, chart: Chart) -> str:
-    kinds = "".join(
-        f"<button type='button' data-chart='{number}' data-kind='{kind}'>{kind.upper()}</button>"
-        for kind in ("png", "svg", "csv")
-    )
-    about = escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
-    return (
-        f"<figure id='chart-{number}'><h4>{escape(chart.title)}</h4>"
-        f"<div class='plot' id='plot-{number}' role='img' aria-label='{about}'></div>"
-        f"<figcaption>{escape(chart.caption)}</figcaption>"
-        f"<details><summary>Table</summary>{_table(chart.columns, chart.rows)}</details>"
-        f"<p class='downloads'>Download: {kinds}</p></figure>"
-    )
+    """A heading and its charts, which are appended to those of the page."""
+    figures = ""
+    for number, chart in enumerate(shown, len(charts)):
+        about = escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
+        kinds = "".join(
+            f"<button type='button' data-chart='{number}' data-kind='{kind}'>{kind.upper()}</button>"
+            for kind in ("png", "svg", "csv")
+        )
+        figures += (
+            f"<figure id='chart-{number}'><h4>{escape(chart.title)}</h4>"
+            f"<div class='plot' id='plot-{number}' role='img' aria-label='{about}'></div>"
+            f"<figcaption>{escape(chart.caption)}</figcaption>"
+            f"<details><summary>Table</summary>{_table(chart.columns, chart.rows)}</details>"
+            f"<p class='downloads'>Download: {kinds}</p></figure>"
+        )
+    charts += shown
+    return f"<h3>{heading}</h3><div class='charts'>{figures}</div>" if figures else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Value]]) -> str:

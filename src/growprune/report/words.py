@@ -18,7 +18,7 @@ from growprune.runs.table import best_by_validation, version_of
 def title(groups: Sequence[Group], records: Sequence[Record]) -> str:
     tasks = list(dict.fromkeys(group.title for group in groups))
     what = tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks" if tasks else "nothing to show yet"
-    return f"{_count(len(records), 'run')}: {what}"
+    return f"{len(records)} run{'' if len(records) == 1 else 's'}: {what}"
 
 
 def summary(group: Group) -> list[str]:
@@ -77,20 +77,13 @@ def commands(records: Sequence[Record]) -> str:
 
 def command(record: Record) -> str:
     """The command that reproduces a run, without paths on this machine."""
-    settings = {key: value for key, value in (record.origin.get("settings") or {}).items() if key != "task.data"}
-    words = ["growprune", "train", _source(record)]
-    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return shlex.join([*words, *_data(record), "--out", record.name])
-
-
-def _source(record: Record) -> str:
     source, colon, function = str(record.origin.get("source", "")).rpartition(":")
-    return f"{PurePath(source).name}:{function}" if colon else function
-
-
-def _data(record: Record) -> list[str]:
-    data = (record.origin.get("settings") or {}).get("task.data") or record.task.get("data")
-    return ["--data", f"DATA/{PurePath(str(data)).name}"] if data else []
+    settings = dict(record.origin.get("settings") or {})
+    data = settings.pop("task.data", None) or record.task.get("data")
+    words = ["growprune", "train", f"{PurePath(source).name}:{function}" if colon else function]
+    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    words += ["--data", f"DATA/{PurePath(str(data)).name}"] if data else []
+    return shlex.join([*words, "--out", record.name])
 
 
 def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -108,7 +101,3 @@ def versions(records: Sequence[Record]) -> str:
     made = " and ".join(sorted({version_of(environment) for environment in found}))
     torch = " and ".join(sorted({str(environment.get("torch") or "unknown") for environment in found}))
     return f"growprune ({made}) and torch {torch}" if found else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

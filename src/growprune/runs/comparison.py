@@ -1,13 +1,11 @@
 """The table of a comparison: its rows, what they are compared with, and notes for the reader.
 
-`comparison.json` has everything (its fields are in docs/comparing.md), `comparison.csv` and `comparison.md` the rows.
+`comparison.json` has everything (its fields are in docs/comparing.md), `comparison.md` the rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,9 +25,6 @@ FORMAT = 2
 SHARES = ("training_flops", "inference_flops", "peak_alive", "average_alive")
 FIGURES = ("validation", "test", "epochs", "reached", *SHARES, "peak_bytes", "seconds")
 """Numbers of each run in comparison.json."""
-SPREADS = {"test": "deviation", "validation": "deviation"}
-SPREADS |= {"minus_baseline": "standard_error", "minus_dense": "standard_error"}
-"""Columns of comparison.csv for numbers with a spread."""
 QUALITY = ("row", "sparsity", "epochs", "test", "inference FLOPs", "vs baseline", "vs dense", "runs")
 COST = ("training FLOPs", "peak alive", "average alive", "memory", "seconds")
 """Columns for the quality and the cost of a row."""
@@ -102,24 +97,19 @@ class Comparison:
         places = sorted({str(run.result.environment.get("device")) for run in runs if run.result is not None})
         if len(places) > 1:
             notes.append(f"runs used different devices ({', '.join(places)}): do not compare seconds")
-        notes += self._say_baselines()
-        notes += [f"{row.label}: {say_small(row.small, at_length=True)}" for row in self.rows if row.small]
-        for row in [row for row in self.rows if row.is_off]:
-            notes.append(f"{row.name} missed sparsity {in_full(row.sparsity)}: it reached {row.reached:.4g}")
-        return [*notes, *notes_of(self.tunings), *notes_on_versions(runs)]
-
-    def _say_baselines(self) -> list[str]:
-        """Name the best baseline at each sparsity. It is not the same for rows of its own method or of other seeds."""
+        # the best baseline is not the same for rows of its own method or of other seeds
         found: dict[float, dict[str, list[str]]] = {}
         for row, best in zip(self.rows, self.baselines, strict=True):
             if best is not None:
                 found.setdefault(row.sparsity, {}).setdefault(best.name, []).append(row.name)
-        notes = []
         for sparsity, rows_by_best in found.items():
             (usual, _), *others = sorted(rows_by_best.items(), key=lambda item: -len(item[1]))
             exceptions = "".join(f"; for {', '.join(names)} it is {best}" for best, names in others)
             notes.append(f"best baseline at {in_full(sparsity)}, by validation: {usual}{exceptions}")
-        return notes
+        notes += [f"{row.label}: {say_small(row.small, at_length=True)}" for row in self.rows if row.small]
+        for row in [row for row in self.rows if row.is_off]:
+            notes.append(f"{row.name} missed sparsity {in_full(row.sparsity)}: it reached {row.reached:.4g}")
+        return [*notes, *notes_of(self.tunings), *notes_on_versions(runs)]
 
     def epochs(self, row: RunRow) -> float | None:
         """Epochs that a row trains for, or was planned to."""
@@ -195,30 +185,13 @@ class Comparison:
         }
 
     def write(self, folder: Path, *, with_markdown: bool = False) -> None:
-        texts = {"comparison.json": json.dumps(self.to_dict(), indent=2) + "\n", "comparison.csv": self.to_csv()}
+        texts = {"comparison.json": json.dumps(self.to_dict(), indent=2) + "\n"}
         texts |= {"comparison.md": self.to_markdown()} if with_markdown else {}
         with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             with replacing(folder / name) as file:
                 file.write(text.encode())
-
-    def to_csv(self) -> str:
-        """One line per row, with all digits."""
-        lines = []
-        for row in self.rows:
-            line: Json = {"row": row.name, "sparsity": row.sparsity, "epochs": self.epochs(row)}
-            for name, value in self.summary(row).items():
-                columns = ("mean", SPREADS[name]) if name in SPREADS else ()
-                line |= {f"{name}_{key}": (value or {}).get(key) for key in columns} or {name: value}
-            tuning = row.tuning
-            line |= {"chosen": tuning.get("chosen"), "grid": tuning.get("size")}
-            lines.append(line | {"tuning_runs": len(tuning.get("points", []))})
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-        return text.getvalue()
 
     def to_markdown(self) -> str:
         heads = [*QUALITY, *COST]
