@@ -7,6 +7,7 @@ exactly those. Small dense models are as wide as their row says.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import itertools
 import math
@@ -277,20 +278,19 @@ class Budget:
         if self.kind == "paper":
             return self.epochs * PAPER_RATIO.get(method.__name__, 1)
         if self.kind == "flops":
+
+            def is_enough(epochs: int) -> bool:
+                with contextlib.suppress(GrowpruneError):
+                    at(epochs)
+                    return True
+                return False
+
             at(self.max_epochs)  # raises errors that do not depend on the number of epochs
             known = range(self.epochs, self.max_epochs)  # a method may need some, such as one per part
-            least = self.epochs + bisect.bisect_left(known, True, key=lambda epochs: _is_enough(at, epochs))
+            least = self.epochs + bisect.bisect_left(known, True, key=is_enough)
             target = round(3 * estimate(at(least)).dense_flops / share * self.epochs)
             return nearest(lambda epochs: estimate(at(epochs)).training_flops, target, least, self.max_epochs)
         return self.epochs
-
-
-def _is_enough(at: Callable[[int], Recipe], epochs: int) -> bool:
-    try:
-        at(epochs)
-    except GrowpruneError:
-        return False
-    return True
 
 
 def nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:

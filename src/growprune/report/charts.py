@@ -82,11 +82,6 @@ class Style:
         return {"color": self.colour, "symbol": self.symbol, "size": 10, **more}
 
     @property
-    def faint(self) -> str:
-        """The colour of a band."""
-        return FAINT_INK if self.colour == INK else f"{self.colour}2e"
-
-    @property
     def swatch(self) -> str:
         """A line with the symbol, as SVG for the legend."""
         colour = "currentColor" if self.colour == INK else self.colour
@@ -259,8 +254,9 @@ def _traces_over_time(quantity: Quantity, row: RunRow, seeds: dict[Key, list[flo
     low, high = [min(values) for _, values in points], [max(values) for _, values in points]
     if low == high or not all(map(math.isfinite, [*low, *high])):
         return [line]
+    faint = FAINT_INK if style.colour == INK else f"{style.colour}2e"
     edge = {**same, "mode": "lines", "line": {"width": 0, "shape": shape}, "showlegend": False, "hoverinfo": "skip"}
-    return [{**edge, "y": low}, {**edge, "y": high, "fill": "tonexty", "fillcolor": style.faint}, line]
+    return [{**edge, "y": low}, {**edge, "y": high, "fill": "tonexty", "fillcolor": faint}, line]
 
 
 Layer = tuple[str, int, float | None, float]

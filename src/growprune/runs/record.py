@@ -262,7 +262,8 @@ class Record:
         """The metric of the run."""
         if self.result is not None:
             return Metric(self.result.metric, self.result.lower_is_better)
-        return Metric.of(next(iter(self.history), {}))
+        first = next(iter(self.history), {})
+        return Metric(first.get("metric") or "", bool(first.get("lower_is_better")))
 
     @property
     def test(self) -> float | None:

@@ -181,15 +181,9 @@ def task_settings(run: Record) -> Json:
 
 
 def varying(found: Sequence[Json]) -> dict[str, list[Any]]:
-    """The settings that are not the same everywhere, with their values.
-
-    An option that is not set counts as null; any other field that a run does not have is not compared.
-    """
+    """The settings that are not the same in all runs that have them, with their values."""
     names = dict.fromkeys(name for each in found for name in each)
-    values = {
-        name: {json.dumps(each.get(name)) for each in found if name in each or name.startswith("options.")}
-        for name in names
-    }
+    values = {name: {json.dumps(each[name]) for each in found if name in each} for name in names}
     return {name: sorted(map(json.loads, texts), key=str) for name, texts in values.items() if len(texts) > 1}
 
 
