@@ -127,17 +127,6 @@ def test_folders_of_runs_are_found_anywhere_below_and_one_without_a_result_is_un
     assert "0, 1 unfinished" in shown.stdout and "seed 0 is unfinished: interrupted after epoch 1" in shown.stdout
 
 
-def test_where_all_rows_lack_runs_the_table_says_so(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    shown = CliRunner().invoke(app, ["compare", str(tmp_path / "empty")])
-    assert "0, 1 unfinished" in shown.stdout
-
-
-def test_a_run_that_is_named_twice_is_one(finished: Path) -> None:
-    twice = of_runs([finished, finished / "dense", finished / "dense" / "0" / "seed0" / "result.json"])
-    assert twice.to_dict() == of_runs([finished]).to_dict()
-
-
 @pytest.mark.parametrize(
     "arguments, says",
     [
@@ -152,13 +141,6 @@ def test_nothing_to_compare_is_one_clear_line(arguments: list[str], says: str) -
     assert done.exit_code == 2
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_a_damaged_result_is_one_clear_line(finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text('{"recipe": {}}')
-    done = CliRunner().invoke(app, ["compare", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "is damaged (it has no recipe.task.name)" in done.stderr
 
 
 def test_print_jobs_prints_a_command_for_each_run_that_is_left_and_runs_nothing(finished: Path, tmp_path: Path) -> None:

@@ -112,12 +112,6 @@ def test_score_that_is_no_number_leaves_other_rows_as_they_are(odd: float, tmp_p
     assert "rigl:global (the best of 2 on validation data) reaches" in page and charts_of(page)
 
 
-def test_loss_that_is_no_number_leaves_page_readable(tmp_path: Path) -> None:
-    rows = history([1000, 500])
-    rows[1]["loss"] = float("nan")
-    assert charts_of(page_of(write(tmp_path / "one", "rigl", rows=rows)))
-
-
 def test_summary_of_one_run(tmp_path: Path) -> None:
     page = page_of(write(tmp_path / "one", "cyclic_gap"))
     said = html.unescape(re.sub(r"<[^>]+>", "", page.partition("Summary")[2].partition("</section>")[0]))

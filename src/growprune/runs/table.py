@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,8 @@ MAY_CHANGE = {
 }
 """Fields that may be other when a run is resumed: they do not change results, or, as for the places of data and
 weights, what lies there is checked itself."""
+PHASES = {"steps", "finetune"}
+"""Options beside which `epochs` are not those of the whole training."""
 SPARSE = {"pattern", "keep_dense", "include", "lr_scaling", "lr_ramp", "cost_power", "rescale"}
 """Fields without effect on a dense run."""
 NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {
@@ -379,14 +382,9 @@ def _name(run: Record) -> str:
     if row := run.origin.get("row"):
         return str(row)
     options = run.recipe.get("options") or {}
-    hidden = ("epochs", "iterations", "small") if _is_plain(options) else ()
+    hidden = ("epochs", "iterations", "small") if PHASES.isdisjoint(options) else ()
     name = run.method if run.trains_dense else f"{run.recipe['method']}:{run.recipe.get('allocation')}"
     return " ".join([name, *(f"{key}={value}" for key, value in options.items() if key not in hidden)])
-
-
-def _is_plain(options: Mapping[str, Any]) -> bool:
-    """True if its epochs are those of the whole training."""
-    return not {"steps", "finetune"} & options.keys()
 
 
 def _told(run: Record) -> dict[str, str]:
@@ -399,7 +397,7 @@ def _told(run: Record) -> dict[str, str]:
         told = {f"options.{key}": value for key, value in options.items() if key not in ("epochs", "small")}
         found |= {key: value for key, value in told.items() if key not in run.tuning.get("grid", {})}
     epochs = run.final_epochs or options.get("epochs")
-    if epochs is not None and _is_plain(options):
+    if epochs is not None and PHASES.isdisjoint(options):
         found["epochs"] = epochs
     if not run.trains_dense and (parts := run.recipe.get("parts")):
         kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(parts.get("name"))).lower()
@@ -488,15 +486,10 @@ def notes_on_versions(runs: Sequence[Record]) -> list[str]:
         for name, digest in (run.origin.get("files") or {}).items() if run.is_finished else ():
             files.setdefault(name, set()).add(digest)
     notes = [f"{name} is not the same in all runs" for name, found in files.items() if len(found) > 1]
-    made: dict[str, int] = {}
-    for run in runs:
-        if run.result is not None:
-            name = version_of(run.result.environment)
-            made[name] = made.get(name, 0) + 1
+    made = Counter(version_of(run.result.environment) for run in runs if run.result is not None)
     if len(made) < 2 and not any("unknown" in name for name in made):
         return notes
-    ordered = sorted(made.items(), key=lambda item: -item[1])
-    counts = "; ".join(f"{name} ({count} run{'' if count == 1 else 's'})" for name, count in ordered)
+    counts = "; ".join(f"{name} ({count} run{'' if count == 1 else 's'})" for name, count in made.most_common())
     return [*notes, f"made by {'different versions of ' if len(made) > 1 else ''}growprune: {counts}"]
 
 
@@ -517,11 +510,7 @@ FAILED = "failed"
 
 def tunings_of(runs: Sequence[Record]) -> list[Json]:
     """The tuning of each row of some runs."""
-    found: dict[Path, Json] = {}
-    for run in runs:
-        if run.tuning:
-            found.setdefault(run.folder.parent.parent, run.tuning)
-    return [*found.values()]
+    return [*{run.folder.parent.parent: run.tuning for run in runs if run.tuning}.values()]
 
 
 def cells_of(tuning: Json) -> list[str]:
