@@ -1,7 +1,6 @@
 """`growprune compare` as a person types it: what it runs, resumes, keeps and shows."""
 
 import contextlib
-import csv
 import json
 import re
 import shlex
@@ -18,8 +17,9 @@ from typer.testing import CliRunner
 
 from growprune import engine
 from growprune.cli import app
-from growprune.compare import Request, comparison, of_runs
+from growprune.compare import Request, of_runs
 from growprune.compare.jobs import Job, Working, last_words
+from growprune.runs import comparison
 from growprune.runs.table import TOLERANCE
 
 TOY = f"{TOY_FILE}:cyclic"
@@ -93,11 +93,8 @@ def test_shares_are_of_dense(finished: Path) -> None:
     assert cyclic.reached == pytest.approx(0.8, abs=TOLERANCE)
 
 
-def test_the_csv_has_a_line_for_each_row_and_markdown_is_asked_for(finished: Path) -> None:
+def test_markdown_is_asked_for(finished: Path) -> None:
     done = CliRunner().invoke(app, typed(finished, "--markdown"))
-    lines = list(csv.DictReader((finished / "comparison.csv").read_text().splitlines()))
-    assert [line["row"] for line in lines] == ["dense", "rigl:erk", "cyclic_gap:global restart=false"]
-    assert float(lines[1]["training_flops"]) == pytest.approx(0.2, abs=0.01)
     assert done.stdout == (finished / "comparison.md").read_text()
     assert done.stdout.splitlines()[3].startswith("| rigl:erk | 0.8 | 6 | ")
 
@@ -130,17 +127,6 @@ def test_folders_of_runs_are_found_anywhere_below_and_one_without_a_result_is_un
     assert "0, 1 unfinished" in shown.stdout and "seed 0 is unfinished: interrupted after epoch 1" in shown.stdout
 
 
-def test_where_all_rows_lack_runs_the_table_says_so(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    shown = CliRunner().invoke(app, ["compare", str(tmp_path / "empty")])
-    assert "0, 1 unfinished" in shown.stdout
-
-
-def test_a_run_that_is_named_twice_is_one(finished: Path) -> None:
-    twice = of_runs([finished, finished / "dense", finished / "dense" / "0" / "seed0" / "result.json"])
-    assert twice.to_dict() == of_runs([finished]).to_dict()
-
-
 @pytest.mark.parametrize(
     "arguments, says",
     [
@@ -155,13 +141,6 @@ def test_nothing_to_compare_is_one_clear_line(arguments: list[str], says: str) -
     assert done.exit_code == 2
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_a_damaged_result_is_one_clear_line(finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text('{"recipe": {}}')
-    done = CliRunner().invoke(app, ["compare", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "is damaged (it has no recipe.task.name)" in done.stderr
 
 
 def test_print_jobs_prints_a_command_for_each_run_that_is_left_and_runs_nothing(finished: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import report_runs
 from paths import TOY as TOY_FILE
 from typer.testing import CliRunner
 
-from growprune import GrowpruneError
 from growprune.cli import app
 from growprune.compare import Request
 from growprune.engine import override
@@ -178,14 +177,6 @@ def test_the_exit_code_says_that_a_row_is_incomplete(missing: str, tmp_path: Pat
     assert ("rigl:erk 0.8 seed 1 is unfinished" in done.stdout) == (missing == "result.json")
 
 
-def test_a_run_folder_of_an_older_format_is_refused_in_one_line(tmp_path: Path) -> None:
-    finish(request(tmp_path, "dense", "0"))
-    path = tmp_path / "dense" / "0" / "seed0" / "recipe.json"
-    path.write_text(path.read_text().replace('"format": 4', '"format": 3'))
-    done = typed(tmp_path, "dense", seeds="0")
-    assert (done.exit_code, done.stderr.count("\n")) == (2, 1) and "was started by an older growprune" in done.stderr
-
-
 def test_recipes_of_jobs_have_absolute_paths_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked = request(tmp_path / "out", "dense", "0", settings=["weights=here/w.safetensors"])
@@ -207,8 +198,3 @@ def test_an_edge_of_the_grid_is_named_and_a_value_inside_is_not(tmp_path: Path) 
     asked.write_choices()
     (note,) = [note for note in asked.table(asked.jobs()).notes if "of the grid" in note and "best" in note]
     assert note.startswith("the best optimizer.lr is the largest of the grid for rigl:erk 0.8 (0.2): ")
-
-
-def test_a_request_without_a_folder_is_refused() -> None:
-    with pytest.raises(GrowpruneError, match="--out is missing"):
-        Request.parse([TOY], "dense", "0.8", "0", 6)

@@ -62,12 +62,6 @@ def test_of_several_dense_rows_the_best_by_validation_is_the_reference_and_is_na
     assert "vs dense compares with dense optimizer.lr=0.1, the best dense row by validation" in found.notes
 
 
-def test_one_dense_row_is_not_spoken_of(tmp_path: Path) -> None:
-    write(tmp_path, "dense", 0, 90.0)
-    write(tmp_path, "gmp", 0, 88.0)
-    assert not [note for note in of_runs([tmp_path]).notes if "vs dense" in note]
-
-
 PARTS = {"contiguous(4)": ("Contiguous", 4), "contiguous(2)": ("Contiguous", 2), "balanced(2)": ("Balanced", 2)}
 
 

@@ -17,7 +17,6 @@ from growprune import engine
 from growprune.cli import app
 from growprune.compare import Request, of_runs
 from growprune.compare.jobs import Job
-from growprune.compare.rows import parse_grid
 from growprune.engine.recipe import describe
 from growprune.engine.trainer import TrainingDiverged
 from growprune.errors import GrowpruneError
@@ -95,14 +94,20 @@ def test_validation_chooses_and_test_does_not(tmp_path: Path) -> None:
     assert len(jobs) == 4 + 1  # the point that is chosen has its first seed already
 
 
-def test_where_a_lower_metric_is_better_the_lowest_is_chosen(tmp_path: Path) -> None:
-    source = tmp_path / "own.py"
+def own_task(folder: Path, setting: str) -> str:
+    """The recipe of a task of one's own, which differs from the toy in one setting."""
+    source = folder / "own.py"
     source.write_text(
         "from dataclasses import dataclass, replace\nfrom toy import Toy, cyclic\n\n"
-        "@dataclass(frozen=True)\nclass Lower(Toy):\n    lower_is_better = True\n\n"
-        "def recipe():\n    return replace(cyclic(), task=Lower())\n"
+        f"@dataclass(frozen=True)\nclass Own(Toy):\n    {setting}\n\n"
+        "def recipe():\n    return replace(cyclic(), task=Own())\n"
     )
-    asked = Request.parse([f"{source}:recipe"], "rigl", "0.8", "0", 6, tmp_path / "out", tune=["optimizer.lr=x2,x1,x4"])
+    return f"{source}:recipe"
+
+
+def test_where_a_lower_metric_is_better_the_lowest_is_chosen(tmp_path: Path) -> None:
+    source = own_task(tmp_path, "lower_is_better = True")
+    asked = Request.parse([source], "rigl", "0.8", "0", 6, tmp_path / "out", tune=["optimizer.lr=x2,x1,x4"])
     jobs = fake_all(asked, lambda job: (job.recipe.optimizer.lr, 0.0))
     assert asked.table(jobs).rows[0].tuning["chosen"] == "optimizer.lr=0.05"  # type: ignore[index]
 
@@ -243,9 +248,7 @@ def test_runs_that_are_there_cannot_be_tuned(tmp_path: Path) -> None:
     "tune, says",
     [
         (("optimizer.lr",), "--tune must be KEY=VALUE,VALUE,..., such as optimizer.lr=x1,x1.5,x2, got 'optimizer.lr'"),
-        (("",), "--tune must be KEY=VALUE,VALUE,..., such as optimizer.lr=x1,x1.5,x2, got ''"),
         (("optimizer.lr=",), "--tune has an empty value, got 'optimizer.lr='"),
-        (("optimizer.lr=x1,,x2",), "--tune has an empty value"),
         (("optimizer.lr=x1,x1",), "--tune has a value twice"),
         (("optimizer.lr=x1,x2", "optimizer.lr=3"), "--tune has optimizer.lr twice"),
         (("optimizer.lr=x1",), "--tune needs two or more points, got one: optimizer.lr=x1"),
@@ -253,14 +256,13 @@ def test_runs_that_are_there_cannot_be_tuned(tmp_path: Path) -> None:
         (("optimizer.lr=x1,x1.5.2",), "a factor must be x and a number > 0, such as x1.5, got x1.5.2"),
         (("optimizer.kind=x1,x2",), "which is not a number to multiply. Give values instead"),
         (("optimizer.rate=x1,x2",), "--tune optimizer.rate: the row 'dense' has no such setting (it has kind"),
-        (("lr=1,2",), "--tune lr: the row 'dense' has no such setting"),
         (("options.until=0.5,0.75",), "--tune options.until: the row 'dense' has no such setting"),
         (("lr_scaling=0,1",), "all 2 points give the same run of dense, so this row would not be tuned"),
         (("optimizer.lr=x1,-3",), "dense, optimizer.lr=-3: "),
         (("optimizer.lr=x1,fast",), "dense, optimizer.lr=fast: --tune optimizer.lr must be a number, got fast"),
-        (("task.batch_size=8,16",), "a comparison cannot tune task; all rows share task, model and data"),
-        (("seed=1,2",), "a comparison cannot tune seed; use --seeds"),
-        (("options=1,2",), "a comparison cannot tune options; name an option that all rows have"),
+        (("task.batch_size=8,16",), "all rows share task, model and data"),
+        (("seed=1,2",), "--tune seed: it belongs to rows. Use --methods"),
+        (("options=1,2",), "or tune an option, as in options.until"),
     ],
 )
 def test_a_grid_that_cannot_be_is_one_clear_line_before_anything_is_trained(
@@ -270,13 +272,6 @@ def test_a_grid_that_cannot_be_is_one_clear_line_before_anything_is_trained(
     assert done.exit_code == 2, done.output
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_value_that_one_rows_plan_refuses_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, typed(tmp_path / "out", methods="gmp", tune=("options.until=0.5,1.5",)))
-    assert done.exit_code == 2
-    assert "gmp:global, options.until=1.5: until must be in [0, 1], got 1.5" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -291,20 +286,10 @@ def test_a_row_that_sets_for_itself_what_is_tuned_is_refused(tmp_path: Path) -> 
 
 
 def test_a_task_without_validation_data_is_not_tuned(tmp_path: Path) -> None:
-    source = tmp_path / "own.py"
-    source.write_text(
-        "from dataclasses import dataclass, replace\nfrom toy import Toy, cyclic\n\n"
-        "@dataclass(frozen=True)\nclass Blind(Toy):\n    has_validation_data = False\n\n"
-        "def recipe():\n    return replace(cyclic(), task=Blind())\n"
-    )
     words = typed(tmp_path / "out")
-    done = CliRunner().invoke(app, [words[0], f"{source}:recipe", *words[2:]])
+    done = CliRunner().invoke(app, [words[0], own_task(tmp_path, "has_validation_data = False"), *words[2:]])
     assert done.exit_code == 2
-    assert "--tune needs validation data, but the task Blind has none. Leave --tune out" in done.stderr
-
-
-def test_values_may_have_commas_in_brackets() -> None:
-    assert parse_grid(['keep_dense=["a","b"],[]']) == {"keep_dense": ['["a","b"]', "[]"]}
+    assert "--tune needs validation data, but the task Own has none. Leave --tune out" in done.stderr
 
 
 class Killed(BaseException):

@@ -55,11 +55,6 @@ def test_the_best_baseline_is_the_one_with_the_best_mean() -> None:
     assert HIGHER.best({"a": math.nan}) is None
 
 
-def test_a_metric_is_read_from_a_result() -> None:
-    assert Metric.of({}) == Metric("")
-    assert Metric.of({"metric": "bits", "lower_is_better": True}) == LOWER
-
-
 def test_small_scores_are_shown_with_one_more_decimal() -> None:
     assert [decimals(score) for score in (None, 39.3, -12.0, 9.99, 1.47, 0.0)] == [2, 2, 2, 3, 3, 3]
 

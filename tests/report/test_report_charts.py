@@ -8,8 +8,8 @@ from report_runs import history, phase, recipe, result, row, write_run
 from test_report import write
 
 from growprune import methods
-from growprune.report.charts import Chart, Styles, charts_over_time, frontier_charts, time_chart
-from growprune.report.groups import Group, group_runs, is_control
+from growprune.report.charts import Chart, Styles, charts_over_time, frontier_charts
+from growprune.report.groups import Group, group_runs
 from growprune.runs import find_runs
 
 
@@ -122,14 +122,6 @@ def test_peak_live_weights_are_the_counted_ones(tmp_path: Path) -> None:
     assert [trace["name"] for trace in frontiers(tmp_path)["quality-peak-live-weights"].data] == ["rigl:global"]
 
 
-def test_each_row_has_a_time_of_its_own(tmp_path: Path) -> None:
-    write(tmp_path / "a", "rigl", seconds=600.0)
-    write(tmp_path / "b", "gmp", seconds=300.0)
-    group = only_group(tmp_path)
-    chart = time_chart(group, Styles(group.rows))
-    assert [(dot["y"], dot["x"]) for dot in chart.data] == [(["gmp:global 0.9"], [5.0]), (["rigl:global 0.9"], [10.0])]
-
-
 # Looks
 
 
@@ -156,5 +148,3 @@ def test_no_two_of_all_methods_and_their_controls_look_alike(tmp_path: Path) -> 
     rows = only_group(tmp_path).sparse
     looks = {(style.colour, style.symbol) for style in map(Styles(rows).of, rows)}
     assert len(looks) == len(rows) == len(sparse) + 2
-    controls = [row.name for row in rows if is_control(row)]
-    assert controls == ["gradual_gap:global control=peak", "gradual_gap:global control=start"]

@@ -62,14 +62,10 @@ CHANGES: list[tuple[Json, str]] = [
     ({"seconds": "long"}, "its seconds is 'long'"),
     ({"peak_bytes": 10**400}, "its peak_bytes is 1000"),
     ({"history": 3}, "its history is 3"),
-    ({"origin": [1]}, "its origin is [1]"),
     ({"metric": None}, "its metric is None"),
-    ({"data": []}, "its data is []"),
     ({"data": {"num_batches": "x"}}, "its data.num_batches is 'x'"),
-    ({"training_iterations": "x"}, "its training_iterations is 'x'"),
     ({"validation": {"accuracy": "x"}}, "its validation.* is 'x'"),
     ({"recipe": {"method": "rigl", "sparsity": 0.9}}, "it has no recipe.task.name"),
-    ({"recipe": recipe("rigl", 0.9, 0, accumulate="x")}, "its recipe.accumulate is 'x'"),
     ({"recipe": recipe("rigl", 0.9, 0) | {"seed": "a"}}, "its recipe.seed is 'a'"),
     ({"sparsity": {"rows": [{"name": 3}], "totals": {"alive": 1, "prunable": 2}}}, "its sparsity.rows.*.name is 3"),
     ({"sparsity": {"rows": [], "totals": {"sparsity": "x"}}}, "its sparsity.totals.sparsity is 'x'"),
@@ -84,14 +80,6 @@ def test_a_result_that_someone_changed_is_damaged_and_says_what_is_wrong(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     (run,) = find_runs([tmp_path])
     assert run.status == "damaged" and run.why.startswith(f"{path} is damaged ({says}") and "\n" not in run.why
-
-
-def test_a_result_must_have_everything_that_runs_write_today(tmp_path: Path) -> None:
-    path = finished(tmp_path / "old", "rigl", 0.9, 0, 88.0) / "result.json"
-    content = json.loads(path.read_text())
-    content["phases"] = content.pop("history")
-    path.write_text(json.dumps(content))
-    assert "result.json is damaged (it has no history)" in read_run(path.parent).why
 
 
 def test_a_recipe_that_someone_changed_is_damaged_too(tmp_path: Path) -> None:
@@ -128,12 +116,6 @@ def test_a_line_of_a_log_that_someone_changed_is_passed_over(name: str, value: A
     write_run(tmp_path / "run", recipe("rigl", 0.9, 0), events=[phase(0, 0, "train", 20, 1000), whole, wrong])
     (record,) = find_runs([tmp_path])
     assert [each["epoch"] for each in record.history] == [1]
-
-
-def test_a_run_that_is_given_as_a_folder_and_as_its_result_is_one(tmp_path: Path) -> None:
-    folder = finished(tmp_path / "a", "gmp", 0.9, 0, 88.0)
-    assert [record.path for record in find_runs([folder, folder / "result.json"])] == [folder]
-    assert len(find_runs([folder / "result.json"])) == 1
 
 
 def test_a_run_that_diverged_has_failed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from toy import cyclic
 
 from growprune import GrowpruneError, engine
 from growprune.compare import of_runs
-from growprune.runs import Result, find_runs, read_run
+from growprune.runs import Result, read_run
 from growprune.runs.result import FORMAT
 
 
@@ -46,13 +46,6 @@ def test_results_of_before_are_read_and_those_of_a_newer_version_refused(tmp_pat
     path = write_bare(tmp_path / "result.json", result(recipe("gmp", 0.9, 0), 90.0, history([1000]), format=FORMAT + 1))
     with pytest.raises(GrowpruneError, match=rf"format {FORMAT + 1}, this version reads {FORMAT}"):
         Result.read(path)
-
-
-def test_a_result_that_was_cut_off_is_damaged_and_the_others_are_read(tmp_path: Path) -> None:
-    cut = finished(tmp_path / "a", "gmp", 0.9, 0, 90.0) / "result.json"
-    cut.write_text(cut.read_text()[:200])
-    finished(tmp_path / "b", "gmp", 0.9, 1, 91.0)
-    assert [run.status for run in find_runs([tmp_path])] == ["damaged", "finished"]
 
 
 def made_by(folder: Path, seed: int, **environment: str) -> None:

@@ -163,7 +163,7 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
 
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
     """Print the table, and write it to `out` if given."""
-    from growprune.compare.comparison import COST, QUALITY
+    from growprune.runs.comparison import COST, QUALITY
     from growprune.runs.table import HEAD, cells_of
 
     if out is not None:
@@ -200,7 +200,7 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
     for line in [*comparison.notes, *comparison.errors]:
         say(line)
     if out is not None:
-        say(f"written to {out}: comparison.json, comparison.csv")
+        say(f"written to {out}: comparison.json")
 
 
 def _names(rows: Sequence[RunRow], cells: Sequence[Mapping[str, str]]) -> list[str]:

@@ -1,9 +1,9 @@
-"""Compares methods on equal terms: `Request.parse(...)` describes the runs, and makes the table of their results.
+"""Compares methods on equal terms: `Request.parse(...)` describes the runs, and makes the table of their results
+(`Comparison`, in `growprune.runs`).
 
     rows.py         the rows and the grid, as typed; how long each row trains, and how wide small dense models are
     request.py      every run, with its recipe
     jobs.py         a run: its folder and its state; training several at a time
-    comparison.py   the table
 
 `of_runs` makes the table of existing runs. Usage and rules: docs/comparing.md.
 """
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from growprune.compare.comparison import Comparison
 from growprune.compare.jobs import Job
 from growprune.compare.request import Request
 from growprune.errors import GrowpruneError
 from growprune.runs import find_runs
+from growprune.runs.comparison import Comparison
 from growprune.runs.table import check_rows, rows_of, without_tried
 
 __all__ = ["Comparison", "Job", "Request", "of_runs"]

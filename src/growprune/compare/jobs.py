@@ -5,7 +5,6 @@ A worker needs nothing but the folder of its run: it runs the command that `--pr
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,9 +20,10 @@ from growprune.compare.rows import Point, Row
 from growprune.engine.folder import RunFolder, check_same_recipe, check_same_work, fields_of, is_in_use
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.logs.rows import read_events
 from growprune.runs import Record, read_run
+from growprune.runs.comparison import writing_to
 from growprune.runs.record import failure_file, in_full
+from growprune.runs.result import Json
 from growprune.runs.table import MAY_CHANGE, flat
 from growprune.tasks.task import num_cores
 
@@ -61,14 +61,9 @@ class Job:
         return self.row.name, self.sparsity
 
     @property
-    def arguments(self) -> list[str]:
-        """Arguments of `growprune` that start the run, or resume it."""
-        return ["resume", str(self.folder)]
-
-    @property
     def command(self) -> str:
-        """The shell command of the run."""
-        return shlex.join(["growprune", *self.arguments])
+        """The shell command that starts the run, or resumes it."""
+        return shlex.join(["growprune", "resume", str(self.folder)])
 
     @property
     def log(self) -> Path:
@@ -140,18 +135,6 @@ class Job:
                     )
 
 
-@contextlib.contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Turn an OSError into one line that names the folder and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise GrowpruneError(
-            f"cannot write to {folder} ({error.strerror or error}). Check disk space and permissions, or choose "
-            f"another --out"
-        ) from error
-
-
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}
 """Exit codes of an interrupted run, with or without a checkpoint."""
 REFUSED = 2
@@ -183,7 +166,9 @@ class Working:
     @property
     def epochs_done(self) -> float:
         """Epochs of all runs so far. Runs that failed count as done, because nothing is left of them."""
-        return sum(job.epochs if job.is_finished or job.error else epoch_of(job) for job in self.jobs)
+        running = [job for job in self.jobs if not job.is_finished and not job.error]
+        done = sum(job.epochs for job in self.jobs if job not in running)
+        return done + sum(min(job.epochs, int(last_epoch(job).get("epoch", 0))) for job in running)
 
     @property
     def seconds(self) -> float:
@@ -225,7 +210,7 @@ class Working:
         with writing_to(job.log.parent):
             job.log.parent.mkdir(parents=True, exist_ok=True)
             log_file = job.log.open("ab")
-        command = [sys.executable, "-m", "growprune", *job.arguments]
+        command = [sys.executable, "-m", "growprune", "resume", str(job.folder)]
         # parallel runs share the cores, unless OMP_NUM_THREADS is set
         threads = {} if self.workers == 1 else {"OMP_NUM_THREADS": str(max(1, num_cores() // self.workers))}
         with log_file as log:
@@ -247,16 +232,9 @@ class Working:
                 process.send_signal(signal.SIGTERM)
 
 
-def last_epoch(job: Job) -> Mapping[str, object]:
+def last_epoch(job: Job) -> Json:
     """The last epoch in the log of a run. Empty before the first."""
-    events = read_events(job.folder) if job.folder.is_dir() else []
-    return next((event for event in reversed(events) if event["event"] == "epoch"), {})
-
-
-def epoch_of(job: Job) -> float:
-    """Epochs that an unfinished run has trained."""
-    epoch = last_epoch(job).get("epoch", 0)
-    return min(job.epochs, epoch) if isinstance(epoch, int) else 0
+    return next((event for event in reversed(Record(job.folder).events) if event["event"] == "epoch"), {})
 
 
 def _end(job: Job, status: int) -> str:

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from torch import nn
 
-from growprune.compare.comparison import Comparison
-from growprune.compare.jobs import EARLIER, Job, writing_to
+from growprune.compare.jobs import EARLIER, Job
 from growprune.compare.rows import (
+    INSTEAD,
     LONGEST,
+    OWN,
     Budget,
     Grid,
     Point,
@@ -38,6 +39,7 @@ from growprune.files import disk
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
 from growprune.runs import Record, find_runs
+from growprune.runs.comparison import Comparison, writing_to
 from growprune.runs.record import TUNING, in_full
 from growprune.runs.result import Json, Metric
 from growprune.runs.table import FAILED, check, check_rows, deciding, rows_of, say_grid, terms_of, without_tried
@@ -47,9 +49,6 @@ Cell = tuple[str, float]
 """A line of the table: the name of its row, and its sparsity."""
 Settled = tuple[Row, float, Point, Recipe, dict[str, str], float]
 """A run without its seed: row, sparsity, point, recipe, the settings that make it, and epochs."""
-
-OWN = ("method", "options", "sparsity", "allocation", "seed")
-"""Fields of the recipe that belong to rows and runs. `--set` cannot change them."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,7 @@ class Request:
         given = with_places(parse_settings(settings), found, data)
         for key in given:
             if key.partition(".")[0] in OWN:
-                raise GrowpruneError(
-                    f"--set {key}: rows of a comparison set it. Use --methods, --sparsities or --seeds"
-                )
+                raise GrowpruneError(f"--set {key}: rows of a comparison set it. {INSTEAD}")
         base = override(found, given) if given else found
         rows = parse_rows(methods, with_controls=with_controls)
         of_sparsity, of_seed = _numbers("--sparsities", sparsities, float), _numbers("--seeds", seeds, int)
@@ -196,7 +193,14 @@ class Request:
         own = {"method": row.source, "options": "{}", "sparsity": repr(0.0 if row.equal else sparsity)}
         own |= {"allocation": row.allocation} if row.allocation and row.takes_sparsity else {}
         known = own_options(row.method)
-        own |= {_place(row, key, known): value for key, value in row.settings}
+        for key, value in row.settings:
+            if key not in known and key.partition(".")[0] not in {field.name for field in fields(Recipe)}:
+                method = row.source.rpartition(":")[2]
+                raise GrowpruneError(
+                    f"the row {row.name!r} has an unknown key {key!r}. Options of {method} are: "
+                    f"{', '.join(known) or 'none'}. Or give a field of the recipe, such as optimizer.lr"
+                )
+            own[f"options.{key}" if key in known else key] = value
         points = points_of(self.grid, row, override(self.base, own)) if self.grid else [Point()]
         settled: dict[str, Settled] = {}
         for point in points:
@@ -325,7 +329,7 @@ class Request:
             planned.append(replace(run, recipe=describe(job.recipe), origin={"row": job.row.name, **run.origin}))
         found = without_tried([*planned, *self._earlier()])
         rows = rows_of(found, self.allow)
-        check_rows(rows, self.allow, with_epochs=self._is_equal)
+        check_rows(rows, self.allow, with_epochs=self.budget.kind == "epochs")
         most = self.budget.max_epochs
         capped = [job.cell for job in jobs if job.epochs >= most and self.budget.kind == "flops"]
         return Comparison(
@@ -346,25 +350,20 @@ class Request:
         found = find_runs([self.out]) if self.out.is_dir() else []
         return [run for run in found if (run.recipe or run.damage) and run.folder not in own]
 
-    @property
-    def _is_equal(self) -> bool:
-        """True if all rows have the same epochs."""
-        return self.budget.kind == "epochs"
-
     def _check_terms(self) -> list[str]:
         """Raise if rows, with those of earlier calls, are not comparable. Return the allowed differences."""
-        terms = {}
+        terms, is_equal = {}, self.budget.kind == "epochs"
         for job in self.every_job:
             name = f"{job.row.name} {in_full(job.sparsity)}"
             if name not in terms:
                 tuning: Json = {"grid": self.grid} if self.grid else {}
                 planned = Record(job.folder, recipe=describe(job.recipe), tuning=tuning)
-                terms[name] = terms_of(planned, name, epochs=job.epochs if self._is_equal else None)
+                terms[name] = terms_of(planned, name, epochs=job.epochs if is_equal else None)
         for run in self._earlier():
             if run.damage:
                 raise GrowpruneError(run.damage)
             name = str(run.folder.relative_to(self.out))
-            terms[name] = terms_of(run, name, epochs=run.final_epochs if self._is_equal else None)
+            terms[name] = terms_of(run, name, epochs=run.final_epochs if is_equal else None)
             if run.folder.parent.parent in {job.folder.parent.parent for job in self.every_job}:
                 terms[name].fields.pop("tuning")  # a larger grid reuses the points of a smaller one
         return check([*terms.values()], self.allow)
@@ -372,19 +371,6 @@ class Request:
 
 def _is_over(points: Sequence[Json]) -> bool:
     return all(point["status"] in ("finished", FAILED) for point in points)
-
-
-def _place(row: Row, key: str, options: Sequence[str]) -> str:
-    """The setting for a key of a row: an option of its method, or a field of the recipe."""
-    if key in options:
-        return f"options.{key}"
-    if key.partition(".")[0] not in {field.name for field in fields(Recipe)}:
-        method, known = row.source.rpartition(":")[2], ", ".join(options) or "none"
-        raise GrowpruneError(
-            f"the row {row.name!r} has an unknown key {key!r}. Options of {method} are: {known}. Or give a field of "
-            f"the recipe, such as optimizer.lr"
-        )
-    return key
 
 
 def _numbers(what: str, text: str, kind: Callable[[str], Number]) -> list[Number]:

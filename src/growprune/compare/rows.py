@@ -7,6 +7,7 @@ exactly those. Small dense models are as wide as their row says.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import itertools
 import math
@@ -34,16 +35,11 @@ from growprune.sparse.flops import Flops, count_flops
 from growprune.sparse.model import SparseModel
 from growprune.tasks.task import Task
 
+OWN = ("method", "options", "sparsity", "allocation", "seed")
+"""Fields of the recipe that belong to rows and runs. `--set`, `--tune` and settings of rows cannot change them."""
+INSTEAD = "Use --methods, as in 'rigl:erk every=5', --sparsities or --seeds"
 CONTROLS = ("start", "peak")
 """Controls: the same plan without growing, from its density at the start or at its peak."""
-ELSEWHERE = {
-    "method": "first in the row",
-    "allocation": "after the method, as in rigl:erk",
-    "sparsity": "with --sparsities",
-    "seed": "with --seeds",
-    "options": "as key=value for each",
-}
-"""Fields that a row cannot set with key=value, and where to give them instead."""
 LONGEST = 255
 """Maximum length of a folder name."""
 
@@ -134,8 +130,8 @@ def _parse(text: str) -> Row:
     settings = tuple((key, value) for key, _, value in (word.partition("=") for word in words))
     keys = [key for key, _ in settings]
     for key in keys:
-        if (field := key.partition(".")[0]) in ELSEWHERE:
-            raise GrowpruneError(f"the row {text!r} cannot set {key}. Give it {ELSEWHERE[field]}")
+        if key.partition(".")[0] in OWN:
+            raise GrowpruneError(f"the row {text!r} cannot set {key}. {INSTEAD}")
         if keys.count(key) > 1:
             raise GrowpruneError(f"the row {text!r} has {key} twice. Leave one of them out")
     if head.partition(":")[0] == SMALL_DENSE:
@@ -159,16 +155,6 @@ def _parse(text: str) -> Row:
 
 Grid = Mapping[str, Sequence[str]]
 """The values to try for each setting, as typed."""
-
-FIXED = {
-    "method": "use --methods",
-    "options": "name an option that all rows have, such as options.until",
-    "sparsity": "use --sparsities",
-    "allocation": "use --methods, as in rigl:erk",
-    "seed": "use --seeds",
-    "task": "all rows share task, model and data, so use --set",
-}
-"""Fields that a comparison does not tune, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +186,10 @@ def parse_grid(texts: Sequence[str]) -> Grid:
         if key in grid:
             raise GrowpruneError(f"--tune has {key} twice. Give all its values at once, as in {key}=x1,x2")
         field, dot, _ = key.partition(".")
-        if field in FIXED and not (field == "options" and dot):
-            raise GrowpruneError(f"--tune {key}: a comparison cannot tune {field}; {FIXED[field]}")
+        if field == "task":
+            raise GrowpruneError(f"--tune {key}: all rows share task, model and data. Use --set")
+        if field in OWN and not (field == "options" and dot):
+            raise GrowpruneError(f"--tune {key}: it belongs to rows. {INSTEAD}, or tune an option, as in options.until")
         grid[key] = found = [value.strip() for value in split(values)]
         if not all(found):
             raise GrowpruneError(f"--tune has an empty value, got {text!r}. Give comma-separated values")
@@ -290,24 +278,19 @@ class Budget:
         if self.kind == "paper":
             return self.epochs * PAPER_RATIO.get(method.__name__, 1)
         if self.kind == "flops":
-            least = _fewest(at, self.epochs, self.max_epochs)
+
+            def is_enough(epochs: int) -> bool:
+                with contextlib.suppress(GrowpruneError):
+                    at(epochs)
+                    return True
+                return False
+
+            at(self.max_epochs)  # raises errors that do not depend on the number of epochs
+            known = range(self.epochs, self.max_epochs)  # a method may need some, such as one per part
+            least = self.epochs + bisect.bisect_left(known, True, key=is_enough)
             target = round(3 * estimate(at(least)).dense_flops / share * self.epochs)
             return nearest(lambda epochs: estimate(at(epochs)).training_flops, target, least, self.max_epochs)
         return self.epochs
-
-
-def _fewest(at: Callable[[int], Recipe], least: int, most: int) -> int:
-    """The fewest epochs that a method needs, such as one per part. Raise if `most` is too few."""
-
-    def is_enough(epochs: int) -> bool:
-        try:
-            at(epochs)
-        except GrowpruneError:
-            return False
-        return True
-
-    at(most)  # raises errors that do not depend on the number of epochs
-    return least + bisect.bisect_left(range(least, most), True, key=is_enough)
 
 
 def nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:
@@ -334,8 +317,18 @@ def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int, S: Partition |
         recipe = replace(recipe, options={about.parts: number or min(PARTS, len(S)), **recipe.options})
     if about.length == "iterations":
         lengths = _in_iterations(recipe, S, epochs, iterations_per_epoch)
-    else:
-        lengths = _in_epochs(recipe, S, epochs)
+        return replace(recipe, options={**lengths, **recipe.options})
+    branches = 1
+    if about.length == "steps * epochs + finetune":
+        step = {"steps": 1, "epochs": 1, "finetune": 0}
+        branches = round(num_epochs(replace(recipe, options={**recipe.options, **step}), 1, S))
+    lengths = fill_lengths(recipe.method, recipe.options, epochs, parts=len(S), branches=branches)
+    needed = lengths.get("steps", 0) * branches * lengths.get("epochs", 0)
+    if needed > epochs:
+        raise GrowpruneError(
+            f"{recipe.method.__name__} needs {needed} epochs for {lengths['steps']} steps, but the budget is {epochs}. "
+            f"Increase --epochs, or use fewer parts with --set parts=contiguous(2)"
+        )
     return replace(recipe, options={**lengths, **recipe.options})
 
 
@@ -375,21 +368,6 @@ def _in_iterations(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) ->
     over = bisect.bisect_right(range(epochs * per_epoch), False, key=lambda n: at(iterations=n) > epochs)
     around = [max(1, over - 1), max(1, over)]
     return lengths | {"iterations": min(around, key=lambda n: abs(at(iterations=n) - epochs))}
-
-
-def _in_epochs(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
-    branches = 1
-    if declaration_of(recipe.method).length == "steps * epochs + finetune":
-        step = {"steps": 1, "epochs": 1, "finetune": 0}
-        branches = round(num_epochs(replace(recipe, options={**recipe.options, **step}), 1, S))
-    lengths = fill_lengths(recipe.method, recipe.options, epochs, parts=len(S), branches=branches)
-    needed = lengths.get("steps", 0) * branches * lengths.get("epochs", 0)
-    if needed > epochs:
-        raise GrowpruneError(
-            f"{recipe.method.__name__} needs {needed} epochs for {lengths['steps']} steps, but the budget is {epochs}. "
-            f"Increase --epochs, or use fewer parts with --set parts=contiguous(2)"
-        )
-    return lengths
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 groups.py   groups comparable runs, and runs that differ only by seed
 charts.py   the charts, as values
-tables.py   tables of results; words.py: sentences and commands
-page.py     assembles the page; page.css and page.js are included in it
+words.py    sentences and commands
+page.py     tables, and the whole page; page.css and page.js are included in it
 """
 
 from growprune.report.page import write_page

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from growprune.files import disk
-from growprune.methods import METHODS
 from growprune.report.groups import Group
 from growprune.runs import Record
 from growprune.runs.record import in_full
 from growprune.runs.result import Json
-from growprune.runs.table import Figure, RunRow
+from growprune.runs.table import RunRow
 
 Value = str | float | int | None
 
@@ -83,11 +82,6 @@ class Style:
         return {"color": self.colour, "symbol": self.symbol, "size": 10, **more}
 
     @property
-    def faint(self) -> str:
-        """The colour of a band."""
-        return FAINT_INK if self.colour == INK else f"{self.colour}2e"
-
-    @property
     def swatch(self) -> str:
         """A line with the symbol, as SVG for the legend."""
         colour = "currentColor" if self.colour == INK else self.colour
@@ -103,18 +97,12 @@ class Style:
 
 
 class Styles:
-    """Styles of all runs of a page: a colour for each method, a symbol for each row, a line style for each sparsity.
-
-    Methods are in the order of `growprune list`, then unknown ones.
-    """
+    """Styles of all runs of a page: a colour for each method, a symbol for each row, a line style for each sparsity."""
 
     def __init__(self, rows: Iterable[RunRow]) -> None:
-        order = [*METHODS]
         sparse = [row for row in rows if not row.is_dense]
-        ranks = {row.method: order.index(row.method) if row.method in order else len(order) for row in sparse}
-        self.methods = sorted(ranks, key=lambda name: (ranks[name], name))
-        series = {row.name: (ranks[row.method], row.name) for row in sparse}
-        self.series = sorted(series, key=lambda name: series[name])
+        self.methods = sorted({row.method for row in sparse})
+        self.series = sorted({row.name for row in sparse})
         self.sparsities = sorted({row.sparsity for row in sparse})
 
     def of(self, row: RunRow) -> Style:
@@ -145,22 +133,6 @@ def layout(x: Json, y: Json, **more: Any) -> Json:
     return {"xaxis": x, "yaxis": y, "margin": margin, "showlegend": False, "hovermode": "closest", **more}
 
 
-def rows_axis(rows: Sequence[RunRow]) -> Json:
-    """An axis with one place for each row, the first at the top."""
-    names = [row.label for row in reversed(rows)]
-    return axis("", type="category", ticksuffix=" ", categoryorder="array", categoryarray=names)
-
-
-def training_flops(record: Record) -> float | None:
-    """FLOPs of the training. As an attribute of a row, they would be a share of dense training."""
-    return record.figure("training_flops")  # type: ignore[no-any-return]
-
-
-def inference_flops(record: Record) -> float | None:
-    """FLOPs of the last model for one example, without its zeros."""
-    return record.total("flops_sparse")  # type: ignore[no-any-return]
-
-
 def short(value: float) -> str:
     """Format a number for a table: up to five digits, with thousands separators."""
     if isinstance(value, int):
@@ -181,12 +153,10 @@ class Quantity:
     title: str
     axis: str
     caption: str
-    join: Callable[[Iterable[float]], float] = max
-    """Combines the values of the branches of a fork, which share their epochs."""
 
     @property
     def is_share(self) -> bool:
-        """True for a fraction that changes in steps."""
+        """True for a fraction that changes in steps. The largest of the branches of a fork counts, not their mean."""
         return self.name in ("live", "explored", "churn")
 
     def of(self, record: Record, entry: Json) -> Any:
@@ -208,8 +178,8 @@ def quantities(group: Group) -> list[Quantity]:
     churn = "How much of the mask the last edit changed. At 0 % all live weights stayed; at 100 % none did."
     over, on_data, share = f"Validation {metric} over time", f"{metric} on validation data", "(fraction of prunable)"
     return [
-        Quantity("quality", over, on_data, quality, statistics.mean),
-        Quantity("loss", "Loss over time", "training loss", loss, statistics.mean),
+        Quantity("quality", over, on_data, quality),
+        Quantity("loss", "Loss over time", "training loss", loss),
         Quantity("live", "Live weights over time", f"live weights {share}", live),
         Quantity("explored", "Weights ever explored", f"ever trained {share}", explored),
         Quantity("churn", "Mask churn", "changed by the last edit (fraction of live)", churn),
@@ -236,12 +206,8 @@ def _chart_over_time(quantity: Quantity, group: Group, styles: Styles) -> Chart 
         [trace for row, seeds in found for trace in _traces_over_time(quantity, row, seeds, styles)],
         layout(axis("epoch", rangemode="tozero"), y),
         ["epoch", *(row.label for row, _ in found)],
-        [[_epoch(key), *(points.get(key) for points in means)] for key in keys],
+        [[round(key[0], 4), *(points.get(key) for points in means)] for key in keys],
     )
-
-
-def _epoch(key: Key) -> float:
-    return int(key[0]) if key[0] == int(key[0]) else round(key[0], 4)
 
 
 def _seeds(row: RunRow, quantity: Quantity) -> dict[Key, list[float]]:
@@ -258,7 +224,8 @@ def _points(record: Record, quantity: Quantity) -> dict[Key, float]:
     for key, entry in [*ends, *(_phases(record) if quantity.name == "live" else ())]:
         if (value := quantity.of(record, entry)) is not None:
             found.setdefault(key, []).append(float(value))
-    return {key: float(quantity.join(values)) for key, values in found.items()}
+    join = max if quantity.is_share else statistics.mean
+    return {key: float(join(values)) for key, values in found.items()}
 
 
 def _phases(record: Record) -> Iterator[tuple[Key, Json]]:
@@ -287,8 +254,9 @@ def _traces_over_time(quantity: Quantity, row: RunRow, seeds: dict[Key, list[flo
     low, high = [min(values) for _, values in points], [max(values) for _, values in points]
     if low == high or not all(map(math.isfinite, [*low, *high])):
         return [line]
+    faint = FAINT_INK if style.colour == INK else f"{style.colour}2e"
     edge = {**same, "mode": "lines", "line": {"width": 0, "shape": shape}, "showlegend": False, "hoverinfo": "skip"}
-    return [{**edge, "y": low}, {**edge, "y": high, "fill": "tonexty", "fillcolor": style.faint}, line]
+    return [{**edge, "y": low}, {**edge, "y": high, "fill": "tonexty", "fillcolor": faint}, line]
 
 
 Layer = tuple[str, int, float | None, float]
@@ -346,7 +314,8 @@ class Cost:
     """The x axis of a chart of quality."""
 
     name: str
-    figure: Figure
+    figure: str
+    """An attribute of Record."""
     tickformat: str
     caption: str
     """{up} and {above} are replaced by the direction of better scores."""
@@ -358,8 +327,8 @@ class Cost:
 
 COSTS = (
     Cost("sparsity", "sparsity", "~%", "The dashed line is the dense model; a point on or {above} it lost nothing."),
-    Cost("training FLOPs", training_flops, "~s", "The compute for training. {up} and left is better."),
-    Cost("inference FLOPs", inference_flops, "~s", "The compute for one example if zeros are skipped."),
+    Cost("training FLOPs", "training_flops", ".0%", "The compute for training, of dense. {up} and left is better."),
+    Cost("inference FLOPs", "inference_flops", ".0%", "The compute for one example if zeros are skipped, of dense."),
     Cost("peak live weights", "peak_alive", ".0%", "At 100 % a method needs memory for the dense model."),
     Cost("average live weights", "average_alive", ".0%", "About what training could cost."),
     Cost("peak memory", "peak_bytes", "~s", "Compare only runs on one machine with the same storage."),
@@ -401,19 +370,19 @@ def _row_by_row(rows: list[RunRow], quality: Json, group: Group, styles: Styles)
     """Data and layout for one sparsity: each row has a line of its own."""
     sign = 1 if group.metric.lower_is_better else -1
     rows = sorted(rows, key=lambda row: sign * (row.mean("test") or 0.0))
-    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": DENSE_LINE}
-    lines = [{**line, "x0": row.mean("test"), "x1": row.mean("test")} for row in rows if row.is_dense]
-    return [_dot(row, "test", 1, styles) for row in rows], layout(quality, rows_axis(rows), shapes=lines)
-
-
-def _dot(row: RunRow, figure: Figure, unit: float, styles: Styles) -> Json:
-    """The point of a row on a line of its own, with a bar for its deviation."""
-    style, spread = styles.of(row), row.spread(figure)
-    trace = {**of_row(row), "mode": "markers", "x": [(spread.mean or 0.0) / unit], "y": [row.label]}
-    trace["marker"] = DENSE_POINT if row.is_dense else style.marker(size=11)
-    bar = [(spread.deviation or 0.0) / unit]
-    trace["error_x"] = {"type": "data", "array": bar, "width": 4, "color": style.colour}
-    return trace | {"hovertemplate": f"{row.label}, {spread.count} seeds<br>%{{x:.4g}}<extra></extra>"}
+    names = [row.label for row in reversed(rows)]
+    places = axis("", type="category", ticksuffix=" ", categoryorder="array", categoryarray=names)
+    data, lines = [], []
+    for row in rows:
+        style, spread = styles.of(row), row.spread("test")
+        trace = {**of_row(row), "mode": "markers", "x": [spread.mean], "y": [row.label]}
+        trace["marker"] = DENSE_POINT if row.is_dense else style.marker(size=11)
+        trace["error_x"] = {"type": "data", "array": [spread.deviation or 0.0], "width": 4, "color": style.colour}
+        data.append(trace | {"hovertemplate": f"{row.label}, {spread.count} seeds<br>%{{x:.4g}}<extra></extra>"})
+        if row.is_dense:
+            ends = {"x0": spread.mean, "x1": spread.mean, "y0": 0, "y1": 1}
+            lines.append({"type": "line", "yref": "paper", "line": DENSE_LINE, **ends})
+    return data, layout(quality, places, shapes=lines)
 
 
 def _against(cost: Cost, rows: list[RunRow], quality: Json, styles: Styles) -> tuple[list[Json], Json]:
@@ -463,23 +432,3 @@ def _dense(row: RunRow, cost: Cost, xs: list[float]) -> list[Json]:
     point: Json = {**of_row(row), "mode": "markers", "x": [x], "y": [y], "marker": DENSE_POINT, "showlegend": False}
     point["hovertemplate"] = f"{row.label}<br>%{{y:.4g}} at %{{x:{cost.tickformat}}}<extra></extra>"
     return [line, point]
-
-
-def time_chart(group: Group, styles: Styles) -> Chart | None:
-    """The measured training time."""
-    rows = [row for row in group.rows if row.mean("seconds") is not None]
-    if not rows:
-        return None
-    rows.sort(key=lambda row: row.mean("seconds") or 0.0)
-    most = rows[-1].mean("seconds") or 0.0
-    unit, size = ("hours", 3600) if most > 7200 else ("minutes", 60) if most > 120 else ("seconds", 1)
-    spreads = [(row, row.spread("seconds")) for row in rows]
-    return Chart(
-        "time",
-        "Training time",
-        f"The {unit} that a run took. Compare only runs that had the same kind of machine to themselves.",
-        [_dot(row, "seconds", size, styles) for row in rows],
-        layout(axis(unit, rangemode="tozero"), rows_axis(rows)),
-        ["run", "seconds (mean)", "standard deviation", "seeds"],
-        [[row.label, time.mean, time.deviation, time.count] for row, time in spreads],
-    )

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from growprune.methods import METHODS
-from growprune.plan import declaration_of
 from growprune.runs import Record
+from growprune.runs.comparison import Comparison
 from growprune.runs.result import Json, Metric
-from growprune.runs.table import RunRow, reference, rows_of, task_settings, varying
+from growprune.runs.table import RunRow, rows_of, task_settings, varying
 
 SAME_FLOPS = 0.05
 """Largest relative difference of training FLOPs within one budget."""
@@ -24,12 +22,16 @@ class Group:
 
     title: str
     budget: str
-    rows: tuple[RunRow, ...]
+    table: Comparison
     """Runs of a row are either all finished or all unfinished, because a mean of both would be meaningless."""
 
     @property
     def name(self) -> str:
         return f"{self.title}, {self.budget}".rstrip(", ")
+
+    @property
+    def rows(self) -> list[RunRow]:
+        return self.table.rows
 
     @property
     def sparse(self) -> list[RunRow]:
@@ -43,20 +45,9 @@ class Group:
     def finished(self) -> list[RunRow]:
         return [row for row in self.rows if row.mean("test") is not None]
 
-    @cached_property
-    def reference(self) -> RunRow | None:
-        """The dense row that others are compared with."""
-        return reference(self.rows)
-
     @property
     def metric(self) -> Metric:
-        return next((row.metric for row in self.rows if row.metric.name), Metric("metric"))
-
-
-def is_control(row: RunRow) -> bool:
-    """True for a method without its growth, which the method declares as a control."""
-    method = METHODS.get(str(row.first.recipe.get("method")))
-    return method is not None and declaration_of(method).control in row.options
+        return self.table.metric if self.table.metric.name else Metric("metric")
 
 
 def order(record: Record) -> tuple[str, float, str]:
@@ -116,20 +107,24 @@ def _split(records: list[Record], differing: Mapping[str, Any]) -> list[Group]:
     if unfinished:  # their length is not known: they are shown with the budget that has most runs
         budgets.setdefault(max(budgets, key=lambda name: len(budgets[name]), default=""), []).extend(unfinished)
     budgets = budgets or {f"{max((record.epochs for record in dense), default=0)} epochs": []}
-    title = _title(records[0], differing)
-    return [Group(title, budget, tuple(_rows([*dense, *found]))) for budget, found in budgets.items()]
+    task = task_settings(records[0])
+    title = _name(records[0]) + (f" {task['model']}" if task.get("model") else "")
+    title += f" on {task['data']}" if task.get("data") else ""
+    more = [f"{name} {task[name]}" for name in differing if name in task and name not in ("name", "model", "data")]
+    title = ", ".join([title, *more])
+    return [Group(title, budget, Comparison(_rows([*dense, *found]))) for budget, found in budgets.items()]
 
 
 def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Record]]:
     """Join budgets of different epochs if all their runs have nearly the same training FLOPs."""
-    ranges = {epochs: flops for epochs, records in by_epochs.items() if (flops := _flops(records)) is not None}
-    joined: list[list[int]] = []
-    for epochs in sorted(ranges, key=lambda epochs: ranges[epochs]):
-        together = [ranges[other] for other in [*(joined[-1] if joined else ()), epochs]]
-        if joined and max(most for _, most in together) <= (1 + SAME_FLOPS) * together[0][0]:
-            joined[-1].append(epochs)
-        else:
-            joined.append([epochs])
+    flops = {epochs: [record.figure("training_flops") for record in records] for epochs, records in by_epochs.items()}
+    known = [epochs for epochs, found in flops.items() if None not in found]
+    joined: list[list[int]] = [[]]
+    for epochs in sorted(known, key=lambda epochs: (min(flops[epochs]), max(flops[epochs]))):
+        together = [count for other in (*joined[-1], epochs) for count in flops[other]]
+        if max(together) > (1 + SAME_FLOPS) * min(together):
+            joined.append([])
+        joined[-1].append(epochs)
     name_of = {epochs: f"{epochs} epochs" for epochs in by_epochs}
     for same in [same for same in joined if len(same) > 1]:
         name_of |= dict.fromkeys(same, f"equal training FLOPs ({min(same)} to {max(same)} epochs)")
@@ -137,20 +132,6 @@ def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Re
     for epochs, records in by_epochs.items():
         found.setdefault(name_of[epochs], []).extend(records)
     return found
-
-
-def _flops(records: Sequence[Record]) -> tuple[float, float] | None:
-    """Smallest and largest training FLOPs of runs. None if any is unknown."""
-    flops = [record.figure("training_flops") for record in records]
-    return None if None in flops else (min(flops), max(flops))
-
-
-def _title(record: Record, differing: Mapping[str, Any]) -> str:
-    task = task_settings(record)
-    title = _name(record) + (f" {task['model']}" if task.get("model") else "")
-    title += f" on {task['data']}" if task.get("data") else ""
-    more = [f"{name} {task[name]}" for name in differing if name in task and name not in ("name", "model", "data")]
-    return ", ".join([title, *more])
 
 
 def _rows(records: Sequence[Record]) -> list[RunRow]:

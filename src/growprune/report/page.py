@@ -13,7 +13,7 @@ from typing import Any
 import growprune
 from growprune.errors import GrowpruneError, need
 from growprune.files.disk import finite, replacing
-from growprune.report import tables, words
+from growprune.report import words
 from growprune.report.charts import (
     Chart,
     Style,
@@ -24,10 +24,10 @@ from growprune.report.charts import (
     layer_chart,
     quantities,
     short,
-    time_chart,
 )
-from growprune.report.groups import Group, group_runs, is_control, order
+from growprune.report.groups import Group, group_runs, order
 from growprune.runs import Record
+from growprune.runs.comparison import COST, QUALITY
 from growprune.runs.record import in_full
 from growprune.runs.table import HEAD, cells_of, errors_of, notes_of, tunings_of
 
@@ -55,7 +55,7 @@ def render(records: Sequence[Record], plotly: str) -> str:
     body = [_head(groups, records)]
     body += [_group(number, group, styles, charts) for number, group in enumerate(groups, 1)]
     body.append(_tuning(records))
-    body.append(f"<section id='runs'><h2>All runs</h2>{_table(tables.RUNS_HEAD, tables.all_runs(records))}</section>")
+    body.append(f"<section id='runs'><h2>All runs</h2>{_all_runs(records)}</section>")
     body.append(_again(records))
     specs = [
         {"name": f"{number:02d}-{chart.name}", "data": chart.data, "layout": chart.layout}
@@ -79,8 +79,6 @@ def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
     said = "".join(f"<p class='note'>{escape(note)}</p>" for note in words.notes(records))
     for group in groups:
         said += f"<p>{' '.join(map(escape, words.summary(group)))}</p>"
-        if command := words.compare_command(group):
-            said += f"<p>This command makes these runs:</p><pre class='command' tabindex='0'>{escape(command)}</pre>"
     links = [(f"group-{number}", group.name) for number, group in enumerate(groups, 1)]
     links += [("tuning", "Tuning")] if tunings_of(records) else []
     links += [("runs", "All runs"), ("again", "How to reproduce"), ("words", "Terms")]
@@ -96,15 +94,16 @@ def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
 def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> str:
     """The section of a group of comparable runs."""
     shown = [*charts_over_time(group, styles), layer_chart(group, styles)]
-    compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.rows) > 1 else []
+    compared = frontier_charts(group, styles) if len(group.rows) > 1 else []
     sections = [f"<section id='group-{number}'><h2>{escape(group.name)}</h2>"]
-    if rows := tables.means(group):
-        quality = f"{group.metric.name}, test{group.metric.direction}"
-        head = [quality if name == "quality" else name for name in tables.MEANS_HEAD]
+    if group.finished:
+        test = f"{group.metric.name}, test{group.metric.direction}"
+        head = [test if name == "test" else name for name in (*QUALITY, *COST)]
+        rows = [[*group.table.cells(row).values()] for row in group.finished]
         sections.append(f"<h3>Results</h3>{_table(head, rows)}")
     sections.append(_legend(group, styles) if len(group.rows) > 1 else "")
     sections.append(_figures("Training", [chart for chart in shown if chart is not None], charts))
-    sections.append(_figures("Quality and cost", [c for c in compared if c is not None], charts))
+    sections.append(_figures("Quality and cost", compared, charts))
     found = {chart.title for chart in (*shown, *compared) if chart is not None}
     if lacking := [each.title for each in quantities(group) if each.title not in found]:
         sections.append(f"<p class='small'>Not shown, because no run has the data: {escape(', '.join(lacking))}.</p>")
@@ -112,25 +111,21 @@ def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> st
 
 
 def _legend(group: Group, styles: Styles) -> str:
-    """The legend of all charts of a group, which shows and hides rows. Controls are hidden at first."""
+    """The legend of all charts of a group, which shows and hides rows."""
     rows = {row.name: row for row in reversed(group.rows)}
-    chips = [_chip(name, styles.of(rows[name]).swatch, not is_control(rows[name])) for name in reversed(rows)]
+    chips = {name: styles.of(rows[name]) for name in reversed(rows)}
     sparsities = sorted({row.sparsity for row in group.sparse})
     if len(sparsities) > 1:
-        swatches = [Style("currentColor", "", styles.dash(sparsity)).swatch for sparsity in sparsities]
-        chips += [_chip(in_full(s), swatch, True) for s, swatch in zip(sparsities, swatches, strict=True)]
-    hidden = sum(map(is_control, rows.values()))
-    note = f" ({hidden} control{'s are' if hidden > 1 else ' is'} hidden at first)" if hidden else ""
+        chips |= {in_full(each): Style("currentColor", "", styles.dash(each)) for each in sparsities}
+    boxes = "".join(
+        f"<label><input type='checkbox' value='{name}' checked>{style.swatch}<span>{name}</span></label>"
+        for name, style in ((escape(name), style) for name, style in chips.items())
+    )
     return (
-        f"<details class='legend' open><summary>Rows in the charts{note}</summary><div class='chips'>{''.join(chips)}"
+        f"<details class='legend' open><summary>Rows in the charts</summary><div class='chips'>{boxes}"
         "<span><button type='button' data-all='1'>all</button> <button type='button' data-all=''>none</button></span>"
         "</div></details>"
     )
-
-
-def _chip(name: str, swatch: str, is_shown: bool) -> str:
-    checked = " checked" if is_shown else ""
-    return f"<label><input type='checkbox' value='{escape(name)}'{checked}>{swatch}<span>{escape(name)}</span></label>"
 
 
 def _tuning(records: Sequence[Record]) -> str:
@@ -144,26 +139,23 @@ def _tuning(records: Sequence[Record]) -> str:
 
 
 def _figures(heading: str, shown: Sequence[Chart], charts: list[Chart]) -> str:
-    figures = []
-    for chart in shown:
-        figures.append(_figure(len(charts), chart))
-        charts.append(chart)
-    return f"<h3>{heading}</h3><div class='charts'>{''.join(figures)}</div>" if figures else ""
-
-
-def _figure(number: int, chart: Chart) -> str:
-    kinds = "".join(
-        f"<button type='button' data-chart='{number}' data-kind='{kind}'>{kind.upper()}</button>"
-        for kind in ("png", "svg", "csv")
-    )
-    about = escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
-    return (
-        f"<figure id='chart-{number}'><h4>{escape(chart.title)}</h4>"
-        f"<div class='plot' id='plot-{number}' role='img' aria-label='{about}'></div>"
-        f"<figcaption>{escape(chart.caption)}</figcaption>"
-        f"<details><summary>Table</summary>{_table(chart.columns, chart.rows)}</details>"
-        f"<p class='downloads'>Download: {kinds}</p></figure>"
-    )
+    """A heading and its charts, which are appended to those of the page."""
+    figures = ""
+    for number, chart in enumerate(shown, len(charts)):
+        about = escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
+        kinds = "".join(
+            f"<button type='button' data-chart='{number}' data-kind='{kind}'>{kind.upper()}</button>"
+            for kind in ("png", "svg", "csv")
+        )
+        figures += (
+            f"<figure id='chart-{number}'><h4>{escape(chart.title)}</h4>"
+            f"<div class='plot' id='plot-{number}' role='img' aria-label='{about}'></div>"
+            f"<figcaption>{escape(chart.caption)}</figcaption>"
+            f"<details><summary>Table</summary>{_table(chart.columns, chart.rows)}</details>"
+            f"<p class='downloads'>Download: {kinds}</p></figure>"
+        )
+    charts += shown
+    return f"<h3>{heading}</h3><div class='charts'>{figures}</div>" if figures else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Value]]) -> str:
@@ -180,6 +172,24 @@ def _cell(value: Value) -> str:
         return f"<td{' class=long' if len(value) > 40 else ''}>{escape(value)}</td>"
     exact, shown = repr(value), short(value)
     return f"<td class='number'{f' data-v={exact!r}' if exact != shown else ''}>{shown}</td>"
+
+
+def _all_runs(records: Sequence[Record]) -> str:
+    """The table of all runs, finished or not."""
+    head = ["run", "status", "method", "sparsity", "seed", "epochs", "metric", "test", "test of best by validation"]
+    rows: list[list[Value]] = []
+    for record in records:
+        best = record.figure("best") or {}
+        why = record.why or ("tuning run, not chosen" if record.is_passed_over else "")
+        status = f"{record.status}: {why}" if why else record.status
+        rows.append(
+            [
+                *(record.name, status, record.method, record.sparsity, record.seed, record.epochs, record.metric.name),
+                *(record.test, (best.get("test") or {}).get(record.metric.name), record.total("alive")),
+                *(record.figure(name) for name in ("file_bytes", "peak_bytes", "seconds")),
+            ]
+        )
+    return _table([*head, "live weights", "file bytes", "peak bytes", "seconds"], rows)
 
 
 def _again(records: Sequence[Record]) -> str:

@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
-from growprune.methods import METHODS
 from growprune.report.groups import Group, group_runs, what_differs
-from growprune.report.tables import gap, spread
 from growprune.runs import Record
 from growprune.runs.record import in_full
-from growprune.runs.table import RunRow, best_by_validation, version_of
+from growprune.runs.table import best_by_validation, version_of
 
 
 def title(groups: Sequence[Group], records: Sequence[Record]) -> str:
     tasks = list(dict.fromkeys(group.title for group in groups))
     what = tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks" if tasks else "nothing to show yet"
-    return f"{_count(len(records), 'run')}: {what}"
+    return f"{len(records)} run{'' if len(records) == 1 else 's'}: {what}"
 
 
 def summary(group: Group) -> list[str]:
     """A few sentences on one group of runs."""
     if not group.finished:
         return [f"No run of {group.title} is finished yet. The data so far is shown below."]
-    return [_trained(group), *_how_good(group)]
-
-
-def _trained(group: Group) -> str:
-    runs = sum(len(row.runs) for row in group.rows)
-    what = f"{'This is' if runs == 1 else 'These are'} {_count(runs, 'run')} of {group.name}"
-    names = list(dict.fromkeys(row.method for row in group.sparse))
-    if not names:
-        return f"{what}: a dense model without pruning."
-    said = " and ".join(map(in_full, sorted({row.sparsity for row in group.sparse})))
-    if len(names) > 1:
-        return f"{what}: {len(names)} methods, at sparsity {said} (the fraction of weights removed)."
-    about = (METHODS[names[0]].__doc__ or "").strip().splitlines()[0] if names[0] in METHODS else ""
-    return f"{what}: the method {names[0]} at sparsity {said}. {about}".strip()
-
-
-def _how_good(group: Group) -> list[str]:
-    sentences, what = [], group.metric.name + group.metric.direction
-    dense = group.reference
+    sentences, what, dense = [f"{group.name}."], group.metric.name + group.metric.direction, group.table.reference
     if dense is not None:
         which = f" ({dense.label})" if sum(row.is_dense for row in group.finished) > 1 else ""
-        sentences.append(f"The dense model{which} has {what} {spread(dense)} on test data.")
+        sentences.append(f"The dense model{which} has {what} {group.table.cells(dense)['test']} on test data.")
     sparse = [row for row in group.finished if not row.is_dense]
     for sparsity in sorted({row.sparsity for row in sparse}):
         rows = [row for row in sparse if row.sparsity == sparsity]
@@ -57,16 +36,11 @@ def _how_good(group: Group) -> list[str]:
         best = rows[0] if len(rows) == 1 else best_by_validation(rows)
         if best is not None:
             who = f"{best.name} (the best of {len(rows)} on validation data)" if len(rows) > 1 else best.name
-            score = f"{group.metric.name} {spread(best)}{_gap(best, dense)}"
+            cells = group.table.cells(best)
+            against = f" ({cells['vs dense']} against dense)" if cells["vs dense"] else ""
+            score = f"{group.metric.name} {cells['test']}{against}"
             sentences.append(f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data.")
     return sentences
-
-
-def _gap(row: RunRow, dense: RunRow | None) -> str:
-    found = None if dense is None else row.minus(dense)
-    if found is None:
-        return ""
-    return " (not comparable with dense)" if math.isnan(found.mean) else f" ({gap(row, dense)} against dense)"
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -93,39 +67,6 @@ def notes(records: Sequence[Record]) -> list[str]:
     return said
 
 
-# Commands
-
-
-def compare_command(group: Group) -> str:
-    """The one `growprune compare` that makes all runs of a group. Empty if they were not made by one."""
-    runs = [run for row in group.rows for run in row.runs]
-    epochs = {run.final_epochs for run in runs} - {None}
-    given = {"method", "options", "sparsity", "allocation", "parts", "seed"}
-    common = []
-    for run in [run for run in runs if not run.small]:  # which has a task of its own
-        settings = (run.origin.get("settings") or {}).items()
-        kept = {k: v for k, v in settings if k.partition(".")[0] not in given and k != "task.data"}
-        common.append((_source(run), _data(run), kept))
-    grids = [run.tuning.get("grid") for run in runs]
-    if not common or not all(run.origin.get("row") for run in runs) or len(epochs) != 1 or any(grids):
-        return ""
-    if any(each != common[0] for each in common):
-        return ""
-    source, data, kept = common[0]
-    sparsities = sorted({in_full(row.sparsity) for row in group.sparse})
-    words = ["growprune", "compare", source, *data, "--methods", ",".join({_typed_row(run): 0 for run in runs})]
-    words += ["--sparsities", ",".join(sparsities)] if sparsities else []
-    words += ["--seeds", ",".join(map(str, sorted({run.seed for run in runs}))), "--epochs", f"{epochs.pop():g}"]
-    return shlex.join([*words, *(word for key, value in kept.items() for word in ("--set", f"{key}={value}"))])
-
-
-def _typed_row(run: Record) -> str:
-    """The row of a run as typed for `growprune compare`, where a method of the user is path.py:function."""
-    row, method = str(run.origin["row"]), str((run.origin.get("settings") or {}).get("method", ""))
-    path, colon, function = method.rpartition(":")
-    return f"{PurePath(path).name}:{row}" if colon and row.startswith(function) else row
-
-
 def commands(records: Sequence[Record]) -> str:
     """The commands that reproduce the runs, and the names of runs without a known command."""
     known = [f"# {record.name}\n{command(record)}" for record in records if record.origin.get("source")]
@@ -136,20 +77,13 @@ def commands(records: Sequence[Record]) -> str:
 
 def command(record: Record) -> str:
     """The command that reproduces a run, without paths on this machine."""
-    settings = {key: value for key, value in (record.origin.get("settings") or {}).items() if key != "task.data"}
-    words = ["growprune", "train", _source(record)]
-    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return shlex.join([*words, *_data(record), "--out", record.name])
-
-
-def _source(record: Record) -> str:
     source, colon, function = str(record.origin.get("source", "")).rpartition(":")
-    return f"{PurePath(source).name}:{function}" if colon else function
-
-
-def _data(record: Record) -> list[str]:
-    data = (record.origin.get("settings") or {}).get("task.data") or record.task.get("data")
-    return ["--data", f"DATA/{PurePath(str(data)).name}"] if data else []
+    settings = dict(record.origin.get("settings") or {})
+    data = settings.pop("task.data", None) or record.task.get("data")
+    words = ["growprune", "train", f"{PurePath(source).name}:{function}" if colon else function]
+    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    words += ["--data", f"DATA/{PurePath(str(data)).name}"] if data else []
+    return shlex.join([*words, "--out", record.name])
 
 
 def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -167,7 +101,3 @@ def versions(records: Sequence[Record]) -> str:
     made = " and ".join(sorted({version_of(environment) for environment in found}))
     torch = " and ".join(sorted({str(environment.get("torch") or "unknown") for environment in found}))
     return f"growprune ({made}) and torch {torch}" if found else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

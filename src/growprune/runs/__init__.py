@@ -3,6 +3,7 @@
     result.py   the schema of result.json, shared by the engine that writes it and all readers; comparing scores
     record.py   a run and its state (finished, unfinished, failed or damaged); finding runs
     table.py    rows of a table: which runs can be in one, their names, the reference, the baseline, their tuning
+    comparison.py   the table of some rows, with what they are compared with
 
 `compare`, `report`, the command line and the scripts of experiments/ read runs only through this package.
 """

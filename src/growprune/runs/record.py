@@ -43,8 +43,10 @@ def read_packed(file: Path) -> tuple[dict[str, Json], dict[str, Json]]:
         raise GrowpruneError(
             f"{file} has format {content['format']}, this version reads {PACKED_FORMAT}. Upgrade growprune"
         )
-    runs = {name: _merged(content["shared"], own) for name, own in content["runs"].items()}
-    for run in runs.values():
+    runs, shared = {}, content["shared"]
+    for name, own in content["runs"].items():
+        both = {field: shared[field] | value for field, value in own.items() if field in shared}
+        runs[name] = run = {**shared, **own, **both}
         run["history"] = [_ENTRY | entry for entry in _entries(run.get("history"))]
         run["sparsity"] = {**run["sparsity"], "rows": _entries(run["sparsity"].get("rows"))}
     return runs, content["tunings"]
@@ -55,11 +57,6 @@ def _entries(columns: Json | None) -> list[Json]:
     found = columns or {}
     rows = zip(*found.values(), strict=True)
     return [{name: value for name, value in zip(found, row, strict=True) if value is not None} for row in rows]
-
-
-def _merged(shared: Json, own: Json) -> Json:
-    both = {name: shared[name] | value for name, value in own.items() if name in shared}
-    return {**shared, **own, **both}
 
 
 DENSE = "dense"
@@ -265,7 +262,8 @@ class Record:
         """The metric of the run."""
         if self.result is not None:
             return Metric(self.result.metric, self.result.lower_is_better)
-        return Metric.of(next(iter(self.history), {}))
+        first = next(iter(self.history), {})
+        return Metric(first.get("metric") or "", bool(first.get("lower_is_better")))
 
     @property
     def test(self) -> float | None:
@@ -442,18 +440,12 @@ def read_run(place: Path) -> Record:
     file = place if place.is_file() else place / "result.json"
     try:
         stored = read_recipe(place) if (place / "recipe.json").exists() else {"recipe": {}}
-        tuning = _read_tuning(file.parent)
+        tuning, tuned = {}, file.parent.parent.parent / TUNING
+        if tuned.exists():
+            tuning = disk.read_json(tuned, _TUNING, "remove it and run growprune compare again to write it again")
         if not file.exists():
             return Record(place, "", stored["recipe"], origin_of(stored), tuning=tuning)
         result = Result.read(file)
         return Record(place, "", result.recipe, origin_of(stored) or result.origin, result, tuning=tuning)
     except (GrowpruneError, OSError) as error:
         return Record(place, damage=" ".join(str(error).split()))
-
-
-def _read_tuning(folder: Path) -> Json:
-    """Read tuning.json of the row of a run, if the run is a point of a grid."""
-    file = folder.parent.parent / TUNING
-    if not file.exists():
-        return {}
-    return disk.read_json(file, _TUNING, "remove it and run growprune compare again to write it again")

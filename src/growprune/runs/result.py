@@ -32,12 +32,8 @@ NAMES: disk.Names = {
     **{"history": list, "history.*.stage": int, "history.*.branch": (int, type(None)), "history.*.edits": str},
     **{"history.*.epoch": int, "history.*.iteration?": int, "history.*.alive": int, "history.*.loss?": SCORE},
     **{"history.*.explored?": NUMBER, "history.*.churn?": SCORE, "history.*.grown?": NUMBER},
-    **{
-        "history.*.validation?": dict,
-        "history.*.validation?.*": SCORE,
-        "history.*.candidate?": dict,
-        "history.*.candidate?.*": SCORE,
-    },
+    **{"history.*.validation?": dict, "history.*.validation?.*": SCORE},
+    **{"history.*.candidate?": dict, "history.*.candidate?.*": SCORE},
     **{"sparsity.rows": list, "sparsity.rows.*.name": str, "sparsity.rows.*.size": int},
     **{"sparsity.rows.*.target?": NUMBER, "sparsity.rows.*.sparsity": NUMBER, "sparsity.totals.sparsity": NUMBER},
     **{"sparsity.totals.alive": int, "sparsity.totals.prunable": int},
@@ -140,11 +136,6 @@ class Metric:
     name: str
     lower_is_better: bool = False
     """False for an accuracy, True for a loss."""
-
-    @classmethod
-    def of(cls, result: Mapping[str, Any]) -> Metric:
-        """The metric of a result or a logged event. The name is empty if there is none."""
-        return cls(str(result.get("metric") or ""), bool(result.get("lower_is_better", False)))
 
     def is_as_good(self, score: float, than: float) -> bool:
         """True if a score is as good as another, or better. nan is worse than any number.

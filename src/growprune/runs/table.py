@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -32,6 +33,8 @@ MAY_CHANGE = {
 }
 """Fields that may be other when a run is resumed: they do not change results, or, as for the places of data and
 weights, what lies there is checked itself."""
+PHASES = {"steps", "finetune"}
+"""Options beside which `epochs` are not those of the whole training."""
 SPARSE = {"pattern", "keep_dense", "include", "lr_scaling", "lr_ramp", "cost_power", "rescale"}
 """Fields without effect on a dense run."""
 NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {
@@ -181,15 +184,9 @@ def task_settings(run: Record) -> Json:
 
 
 def varying(found: Sequence[Json]) -> dict[str, list[Any]]:
-    """The settings that are not the same everywhere, with their values.
-
-    An option that is not set counts as null; any other field that a run does not have is not compared.
-    """
+    """The settings that are not the same in all runs that have them, with their values."""
     names = dict.fromkeys(name for each in found for name in each)
-    values = {
-        name: {json.dumps(each.get(name)) for each in found if name in each or name.startswith("options.")}
-        for name in names
-    }
+    values = {name: {json.dumps(each[name]) for each in found if name in each} for name in names}
     return {name: sorted(map(json.loads, texts), key=str) for name, texts in values.items() if len(texts) > 1}
 
 
@@ -197,9 +194,6 @@ Key = TypeVar("Key")
 
 TOLERANCE = 0.0005
 """Difference from the target sparsity above which a row is off its target."""
-
-Figure = str | Callable[[Record], float | None]
-"""A number of a run: an attribute of Record or a field of its result, or a function that returns it."""
 
 
 @dataclass(frozen=True)
@@ -263,14 +257,6 @@ class RunRow:
         return self.first.method if self.first.recipe else ""
 
     @property
-    def allocation(self) -> str:
-        return str(self.first.recipe.get("allocation", ""))
-
-    @property
-    def options(self) -> Json:
-        return dict(self.first.recipe.get("options") or {})
-
-    @property
     def sparsity(self) -> float:
         """The target sparsity."""
         return self.first.sparsity
@@ -323,27 +309,25 @@ class RunRow:
         """True if it ends at another sparsity than its target. Always False for a small dense model."""
         return not self.small and self.reached is not None and abs(self.reached - self.sparsity) > TOLERANCE
 
-    def values(self, figure: Figure) -> dict[int, float]:
-        """A number of each finished run by seed, for runs that have it."""
+    def values(self, figure: str) -> dict[int, float]:
+        """A number of each finished run by seed, if known: an attribute of Record, or a field of its result."""
         found = {run.seed: self.value(run, figure) for run in self.finished}
         return {seed: value for seed, value in found.items() if value is not None}
 
-    def value(self, run: Record, figure: Figure) -> float | None:
+    def value(self, run: Record, figure: str) -> float | None:
         """A number of one of its runs."""
-        if not isinstance(figure, str):
-            return figure(run)
         if figure == "training_flops":
             return run.training_flops(self.dense_epochs)
         found: float | None = getattr(run, figure) if hasattr(run, figure) else run.figure(figure)
         return found
 
-    def mean(self, figure: Figure) -> float | None:
+    def mean(self, figure: str) -> float | None:
         return mean(self.values(figure).values())
 
-    def spread(self, figure: Figure) -> Spread:
+    def spread(self, figure: str) -> Spread:
         return Spread.of([*self.values(figure).values()])
 
-    def minus(self, other: RunRow, figure: Figure = "test") -> Gap | None:
+    def minus(self, other: RunRow, figure: str = "test") -> Gap | None:
         """The difference to another row, paired by seed: on test data, if nothing else is said."""
         return paired(self.values(figure), other.values(figure))
 
@@ -398,14 +382,9 @@ def _name(run: Record) -> str:
     if row := run.origin.get("row"):
         return str(row)
     options = run.recipe.get("options") or {}
-    hidden = ("epochs", "iterations", "small") if _is_plain(options) else ()
+    hidden = ("epochs", "iterations", "small") if PHASES.isdisjoint(options) else ()
     name = run.method if run.trains_dense else f"{run.recipe['method']}:{run.recipe.get('allocation')}"
     return " ".join([name, *(f"{key}={value}" for key, value in options.items() if key not in hidden)])
-
-
-def _is_plain(options: Mapping[str, Any]) -> bool:
-    """True if its epochs are those of the whole training."""
-    return not {"steps", "finetune"} & options.keys()
 
 
 def _told(run: Record) -> dict[str, str]:
@@ -418,7 +397,7 @@ def _told(run: Record) -> dict[str, str]:
         told = {f"options.{key}": value for key, value in options.items() if key not in ("epochs", "small")}
         found |= {key: value for key, value in told.items() if key not in run.tuning.get("grid", {})}
     epochs = run.final_epochs or options.get("epochs")
-    if epochs is not None and _is_plain(options):
+    if epochs is not None and PHASES.isdisjoint(options):
         found["epochs"] = epochs
     if not run.trains_dense and (parts := run.recipe.get("parts")):
         kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(parts.get("name"))).lower()
@@ -434,6 +413,10 @@ def check_rows(rows: Sequence[RunRow], allowed: Sequence[str] = (), *, with_epoc
             epochs = run.final_epochs if with_epochs else None
             terms.append(terms_of(run, f"{row.name} {in_full(row.sparsity)} seed {run.seed}", epochs=epochs))
     differences = check(terms, allowed)
+    name = next((row.metric.name for row in rows if row.finished), "")
+    results = [run.result for row in rows for run in row.runs if run.result is not None]
+    if not all(name in result.validation and name in result.test for result in results):
+        raise GrowpruneError(f"not all results have the metric {name!r}. Compare runs of one task only")
     for row in rows:
         by_seed: dict[int, Record] = {}
         for run in row.runs:
@@ -503,15 +486,10 @@ def notes_on_versions(runs: Sequence[Record]) -> list[str]:
         for name, digest in (run.origin.get("files") or {}).items() if run.is_finished else ():
             files.setdefault(name, set()).add(digest)
     notes = [f"{name} is not the same in all runs" for name, found in files.items() if len(found) > 1]
-    made: dict[str, int] = {}
-    for run in runs:
-        if run.result is not None:
-            name = version_of(run.result.environment)
-            made[name] = made.get(name, 0) + 1
+    made = Counter(version_of(run.result.environment) for run in runs if run.result is not None)
     if len(made) < 2 and not any("unknown" in name for name in made):
         return notes
-    ordered = sorted(made.items(), key=lambda item: -item[1])
-    counts = "; ".join(f"{name} ({count} run{'' if count == 1 else 's'})" for name, count in ordered)
+    counts = "; ".join(f"{name} ({count} run{'' if count == 1 else 's'})" for name, count in made.most_common())
     return [*notes, f"made by {'different versions of ' if len(made) > 1 else ''}growprune: {counts}"]
 
 
@@ -532,11 +510,7 @@ FAILED = "failed"
 
 def tunings_of(runs: Sequence[Record]) -> list[Json]:
     """The tuning of each row of some runs."""
-    found: dict[Path, Json] = {}
-    for run in runs:
-        if run.tuning:
-            found.setdefault(run.folder.parent.parent, run.tuning)
-    return [*found.values()]
+    return [*{run.folder.parent.parent: run.tuning for run in runs if run.tuning}.values()]
 
 
 def cells_of(tuning: Json) -> list[str]:

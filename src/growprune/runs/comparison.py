@@ -1,20 +1,18 @@
 """The table of a comparison: its rows, what they are compared with, and notes for the reader.
 
-`comparison.json` has everything (its fields are in docs/comparing.md), `comparison.csv` and `comparison.md` the rows.
+`comparison.json` has everything (its fields are in docs/comparing.md), `comparison.md` the rows.
 """
 
 from __future__ import annotations
 
-import csv
-import io
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from growprune.compare.jobs import writing_to
 from growprune.errors import GrowpruneError
 from growprune.files.disk import finite, replacing
 from growprune.runs.record import in_full, say_small
@@ -27,9 +25,6 @@ FORMAT = 2
 SHARES = ("training_flops", "inference_flops", "peak_alive", "average_alive")
 FIGURES = ("validation", "test", "epochs", "reached", *SHARES, "peak_bytes", "seconds")
 """Numbers of each run in comparison.json."""
-_OVER_SEEDS, _PAIRED = ("mean", "deviation"), ("mean", "standard_error")
-SPREADS = {"test": _OVER_SEEDS, "validation": _OVER_SEEDS, "minus_baseline": _PAIRED, "minus_dense": _PAIRED}
-"""Columns of comparison.csv for numbers with a spread."""
 QUALITY = ("row", "sparsity", "epochs", "test", "inference FLOPs", "vs baseline", "vs dense", "runs")
 COST = ("training FLOPs", "peak alive", "average alive", "memory", "seconds")
 """Columns for the quality and the cost of a row."""
@@ -48,17 +43,13 @@ class Comparison:
     """Notes on how the runs were made, and on allowed differences between them."""
 
     def __post_init__(self) -> None:
-        name = self.metric.name
-        results = [run.result for row in self.rows for run in row.runs if run.result is not None]
-        if not all(name in result.validation and name in result.test for result in results):
-            raise GrowpruneError(f"not all results have the metric {name!r}. Compare runs of one task only")
         dense = reference(self.rows)
         length = self.budget.get("epochs") or (None if dense is None else dense.epochs)
         self.rows = [replace(row, dense_epochs=length) for row in self.rows]
 
     @cached_property
     def metric(self) -> Metric:
-        return next((row.metric for row in self.rows if row.finished), Metric(""))
+        return next((row.metric for row in self.rows if row.metric.name), Metric(""))
 
     @cached_property
     def reference(self) -> RunRow | None:
@@ -106,27 +97,19 @@ class Comparison:
         places = sorted({str(run.result.environment.get("device")) for run in runs if run.result is not None})
         if len(places) > 1:
             notes.append(f"runs used different devices ({', '.join(places)}): do not compare seconds")
-        notes += self._say_baselines()
-        for row in self.rows:
-            if row.small:
-                notes.append(f"{row.name} {in_full(row.sparsity)}: {say_small(row.small, at_length=True)}")
-        for row in self.rows:
-            if row.is_off:
-                notes.append(f"{row.name} missed sparsity {in_full(row.sparsity)}: it reached {row.reached:.4g}")
-        return [*notes, *notes_of(self.tunings), *notes_on_versions(runs)]
-
-    def _say_baselines(self) -> list[str]:
-        """Name the best baseline at each sparsity. It is not the same for rows of its own method or of other seeds."""
+        # the best baseline is not the same for rows of its own method or of other seeds
         found: dict[float, dict[str, list[str]]] = {}
         for row, best in zip(self.rows, self.baselines, strict=True):
             if best is not None:
                 found.setdefault(row.sparsity, {}).setdefault(best.name, []).append(row.name)
-        notes = []
         for sparsity, rows_by_best in found.items():
             (usual, _), *others = sorted(rows_by_best.items(), key=lambda item: -len(item[1]))
             exceptions = "".join(f"; for {', '.join(names)} it is {best}" for best, names in others)
             notes.append(f"best baseline at {in_full(sparsity)}, by validation: {usual}{exceptions}")
-        return notes
+        notes += [f"{row.label}: {say_small(row.small, at_length=True)}" for row in self.rows if row.small]
+        for row in [row for row in self.rows if row.is_off]:
+            notes.append(f"{row.name} missed sparsity {in_full(row.sparsity)}: it reached {row.reached:.4g}")
+        return [*notes, *notes_of(self.tunings), *notes_on_versions(runs)]
 
     def epochs(self, row: RunRow) -> float | None:
         """Epochs that a row trains for, or was planned to."""
@@ -147,10 +130,8 @@ class Comparison:
         sparsity += f" ({say_small(row.small)})" if row.small else ""
         shares = {name: "-" if (mean := row.mean(name)) is None else f"{mean:.3f}" for name in SHARES}
         memory, seconds = row.values("peak_bytes"), row.mean("seconds")
-        gaps = [
-            "" if gap is None else plus_minus(gap.mean, gap.standard_error, places, "+")
-            for gap in (self.minus_baseline(row), self.minus_dense(row))
-        ]
+        found = (self.minus_baseline(row), self.minus_dense(row))
+        gaps = ["" if gap is None else plus_minus(gap.mean, gap.standard_error, places, "+") for gap in found]
         states = [run.status for run in row.runs]
         missing = [f"{n} {status}" for status in ("failed", "unfinished", "damaged") if (n := states.count(status))]
         quality = (
@@ -182,52 +163,35 @@ class Comparison:
             figures = {name: row.value(run, name) for name in FIGURES} if run.is_finished else {}
             runs.append({**about, **figures})
         return {
-            **{"name": row.name, "method": row.method, "allocation": row.allocation, "options": row.options},
+            **{"name": row.name, "method": row.method, "allocation": str(row.first.recipe.get("allocation", ""))},
+            "options": dict(row.first.recipe.get("options") or {}),
             **{"sparsity": row.sparsity, "epochs": self.epochs(row), "runs": runs, "summary": self.summary(row)},
             **{"small": row.small or None, "tuning": row.tuning or None},
         }
 
     def summary(self, row: RunRow) -> Json:
         """The columns of a row as numbers."""
-        best, gaps = self.baselines[self.rows.index(row)], (self.minus_baseline(row), self.minus_dense(row))
+        best = self.baselines[self.rows.index(row)]
+        gaps = {"minus_baseline": self.minus_baseline(row), "minus_dense": self.minus_dense(row)}
         states = [run.status for run in row.runs]
         return {
             "reached": row.reached,
             **{name: asdict(row.spread(name)) for name in ("test", "validation")},
             "baseline": None if best is None else best.name,
-            **dict(zip(("minus_baseline", "minus_dense"), (gap and asdict(gap) for gap in gaps), strict=True)),
+            **{name: gap and asdict(gap) for name, gap in gaps.items()},
             **{name: row.mean(name) for name in (*SHARES, "seconds")},
             "peak_bytes": max(row.values("peak_bytes").values(), default=None),
             **{status: states.count(status) for status in ("finished", "failed", "unfinished")},
         }
 
     def write(self, folder: Path, *, with_markdown: bool = False) -> None:
-        texts = {"comparison.json": json.dumps(self.to_dict(), indent=2) + "\n", "comparison.csv": self.to_csv()}
+        texts = {"comparison.json": json.dumps(self.to_dict(), indent=2) + "\n"}
         texts |= {"comparison.md": self.to_markdown()} if with_markdown else {}
         with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             with replacing(folder / name) as file:
                 file.write(text.encode())
-
-    def to_csv(self) -> str:
-        """One line per row, with all digits."""
-        lines = []
-        for row in self.rows:
-            line: Json = {"row": row.name, "sparsity": row.sparsity, "epochs": self.epochs(row)}
-            for name, value in self.summary(row).items():
-                inside = value if isinstance(value, dict) else {}
-                spread = SPREADS.get(name)
-                line |= {f"{name}_{key}": inside.get(key) for key in spread} if spread else {name: value}
-            tuning = row.tuning or {"chosen": None, "size": None, "points": []}
-            lines.append(
-                line | {"chosen": tuning["chosen"], "grid": tuning["size"], "tuning_runs": len(tuning["points"])}
-            )
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-        return text.getvalue()
 
     def to_markdown(self) -> str:
         heads = [*QUALITY, *COST]
@@ -237,3 +201,15 @@ class Comparison:
             lines += ["", "| " + " | ".join(TUNING_HEAD) + " |", "|---|---|" + "---:|" * (len(TUNING_HEAD) - 2)]
             lines += ["| " + " | ".join(cells_of(tuning)) + " |" for tuning in self.tunings]
         return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.errors])]) + "\n"
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn an OSError into one line that names the folder and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise GrowpruneError(
+            f"cannot write to {folder} ({error.strerror or error}). Check disk space and permissions, or choose "
+            f"another --out"
+        ) from error
