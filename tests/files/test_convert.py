@@ -197,7 +197,6 @@ def test_a_folder_gets_weights_for_everybody_and_for_us_and_keeps_what_lay_besid
     done = convert(source, tmp_path / "folder")
     folder = tmp_path / "folder"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md",
         "config.json",
         "growprune.json",
         "growprune.safetensors",

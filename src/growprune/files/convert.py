@@ -23,7 +23,6 @@ from growprune.files.disk import replacing
 from growprune.files.exporters import to_dense, to_openvino, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
-from growprune.files.model_card import write_model_card
 from growprune.files.onnx_export import export_onnx
 from growprune.files.pretrained import build_with_example, save_pretrained
 from growprune.files.quantized import check_values
@@ -254,12 +253,11 @@ def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:
     dest, token = dest.resolve(), secrets.token_hex(4)
     new, old = dest.with_name(f".{dest.name}.{token}.tmp"), dest.with_name(f".{dest.name}.{token}.old")
     try:
-        save_pretrained(sparse, new, model_card=False)
+        save_pretrained(sparse, new)
         if source.is_dir():
             for path in sorted(source.iterdir()):  # the config, the tokenizer and others beside the weights
                 if path.is_file() and not path.name.endswith(WEIGHTS) and not (new / path.name).exists():
                     shutil.copyfile(path, new / path.name)
-        write_model_card(sparse, new, file.manifest(weights_file(new)), name=dest.name)
         if dest.exists():
             dest.replace(old)
         new.replace(dest)
