@@ -320,7 +320,7 @@ def test_a_sparse_file_goes_to_sparse_as_it_is(model: Path, tmp_path: Path) -> N
         (["out.bin"], "out.bin does not say which format to write"),
         (["out.safetensors", "--to", "gguf"], "'gguf'"),
         (["out.onnx"], "--model"),
-        (["out.xml", "--model", "model.py:build"], "--example-shape"),
+        (["out.onnx", "--model", "model.py:build"], "--example-shape"),
         (["out.safetensors", "--model", "model.py"], "path.py:function or module:function"),
         (["out.safetensors", "--model", "model.py:nothing"], "'nothing'"),
         (["out.safetensors", "--model", "no_such_module:f"], "no_such_module"),
@@ -383,12 +383,6 @@ def test_a_graph_is_made_of_the_models_code(model: Path, pruned: Path, tmp_path:
     growprune(pruned, tmp_path / "model.onnx", "--model", f"{model}:with_example")
     stored = [onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "model.onnx").graph.initializer]
     assert [int((array != 0).sum()) for array in stored if array.shape == (6, 8)] == [11]
-
-
-def test_openvinos_graph_is_two_files_whose_sizes_are_added(model: Path, pruned: Path, tmp_path: Path) -> None:
-    pytest.importorskip("openvino")
-    content = json.loads(growprune(pruned, tmp_path / "m.xml", "--model", f"{model}:with_example", "--json"))
-    assert content["dest"]["bytes"] == sum((tmp_path / f"m.{end}").stat().st_size for end in ("xml", "bin"))
 
 
 def test_the_shape_of_an_example_can_be_given_for_a_graph(

@@ -26,7 +26,7 @@ def convert(
         Path, typer.Argument(metavar="SOURCE", help="File or folder with weights, of growprune or another tool.")
     ],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="File or folder to write. Its name sets the format.")],
-    to: Annotated[str, typer.Option(help="Format of DEST: sparse, dense, hf, onnx or openvino.")] = "",
+    to: Annotated[str, typer.Option(help="Format of DEST: sparse, dense, hf or onnx.")] = "",
     model: ModelSource = "",
     example_shape: ExampleShape = "",
     values: Annotated[

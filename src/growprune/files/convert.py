@@ -1,4 +1,4 @@
-"""Convert weights between formats: growprune, dense safetensors, folders of transformers, ONNX, OpenVINO.
+"""Convert weights between formats: growprune, dense safetensors, folders of transformers, ONNX.
 
 Without the model's code, only names and shapes are known: a tensor with two or more dimensions is a matrix. It is
 sparse if the source has a mask for it, or if at least 5 % of it is zero.
@@ -20,7 +20,7 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.disk import replacing
-from growprune.files.exporters import to_dense, to_openvino, write_dense
+from growprune.files.exporters import to_dense, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
 from growprune.files.onnx_export import export_onnx
@@ -32,10 +32,10 @@ from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
 from growprune.sparse.model import SparseModel, named_tensors
 
-FORMATS = ("sparse", "dense", "hf", "onnx", "openvino")
+FORMATS = ("sparse", "dense", "hf", "onnx")
 """The formats that can be written."""
 
-SUFFIXES = {".onnx": "onnx", ".xml": "openvino", "": "hf"}
+SUFFIXES = {".onnx": "onnx", "": "hf"}
 
 MAX_GLOBS = 1000
 """The most globs that may name the matrices of a model without code. Each is matched against all names."""
@@ -87,9 +87,9 @@ def convert(
     Args:
         source: a file or folder that growprune or another tool wrote; see `growprune.files.importers.read`.
         to: one of FORMATS; by default chosen by the name of `dest`. A .safetensors is sparse, unless the source is.
-        model: the model of the weights, for ONNX and OpenVINO, unless the source is a folder of transformers. It also
+        model: the model of the weights, for ONNX, unless the source is a folder of transformers. It also
             defines which weights are prunable.
-        example: an input of the model, for ONNX and OpenVINO.
+        example: an input of the model, for ONNX.
         values: for a sparse file, "int8" stores weights in 8 bits; see `growprune.save`. By default as they are.
         sparse: for ONNX, store only the non-zero weights; see `growprune.export_onnx`.
         force: allow `dest` to be replaced; if it is a link, its target.
@@ -104,14 +104,13 @@ def convert(
         raise GrowpruneError(f"values={values!r} is for sparse files, but the destination is {to}: use --to sparse")
     if sparse and to != "onnx":
         raise GrowpruneError(f"--sparse is for ONNX, but the destination is {to}: use a name that ends with .onnx")
-    is_graph = to in ("onnx", "openvino")
-    if is_graph and model is None and (source / "config.json").is_file():
+    if to == "onnx" and model is None and (source / "config.json").is_file():
         model, found_example = build_with_example(source)
         example = found_example if example is None else example
-    if is_graph and (model is None or example is None):
+    if to == "onnx" and (model is None or example is None):
         raise GrowpruneError(
-            f"{to} is a graph and needs the model's code: pass --model and --example-shape (1,128:int for "
-            f"integers), or a --model that returns the model and an example"
+            "onnx is a graph and needs the model's code: pass --model and --example-shape (1,128:int for integers), or "
+            "a --model that returns the model and an example"
         )
     _check_dest(source, dest, to, force)
     notes = list(found.notes)
@@ -138,10 +137,8 @@ def convert(
             to_dense(filled, dest)
         elif to == "hf":
             _write_folder(filled, source, dest)
-        elif to == "onnx":
-            export_onnx(filled, dest, example, sparse=sparse)
         else:
-            to_openvino(filled, dest, example)
+            export_onnx(filled, dest, example, sparse=sparse)
     sizes = before, num_bytes(dest), dense_bytes
     return Converted(source, dest, found.format, to, *sizes, tuple(matrices), sparsity, tuple(notes))
 
@@ -154,7 +151,7 @@ def target_by_name(dest: Path, format: str) -> str:
         return "dense" if format == "growprune" else "sparse"
     if dest.suffix not in SUFFIXES:
         raise GrowpruneError(
-            f"the name {dest} does not say which format to write: use the ending .safetensors, .onnx or .xml, or none "
+            f"the name {dest} does not say which format to write: use the ending .safetensors or .onnx, or none "
             f"for a folder, or choose one of {', '.join(FORMATS)}"
         )
     return SUFFIXES[dest.suffix]
@@ -164,8 +161,8 @@ def num_bytes(path: Path) -> int:
     """Return the bytes of a file (with the weights beside a graph), or of all files in a folder."""
     if path.is_dir():
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    beside = {".xml": path.with_suffix(".bin"), ".onnx": path.with_name(f"{path.name}.data")}.get(path.suffix)
-    return path.stat().st_size + (beside.stat().st_size if beside is not None and beside.is_file() else 0)
+    beside = path.with_name(f"{path.name}.data")
+    return path.stat().st_size + (beside.stat().st_size if path.suffix == ".onnx" and beside.is_file() else 0)
 
 
 def _check_dest(source: Path, dest: Path, to: str, force: bool) -> None:

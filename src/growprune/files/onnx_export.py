@@ -108,7 +108,7 @@ def _exported(module: nn.Module, example: Any, dynamic: bool, options: dict[str,
 
 def _export(module: nn.Module, example: Any, options: dict[str, Any]) -> Any:
     args, kwargs = ((), example) if isinstance(example, dict) else (_as_tuple(example), None)
-    with quiet(), quiet("torch.onnx._internal.exporter._registration"), quiet("onnxscript"), quiet("torch.export"):
+    with quiet("torch.onnx._internal.exporter._registration", "onnxscript", "torch.export"):
         return torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, verbose=False, **options)
 
 
