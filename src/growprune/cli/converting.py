@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -29,9 +29,6 @@ def convert(
     to: Annotated[str, typer.Option(help="Format of DEST: sparse, dense, hf or onnx.")] = "",
     model: ModelSource = "",
     example_shape: ExampleShape = "",
-    values: Annotated[
-        str, typer.Option(help="int8: store the weights of a sparse file in 8 bits. Default: as they are.")
-    ] = "",
     sparse: Annotated[
         bool, typer.Option("--sparse", help="ONNX: store only the non-zero weights. Any runtime reads the file.")
     ] = False,
@@ -50,8 +47,7 @@ def convert(
         raise GrowpruneError(f"--example-shape needs --model, got only --example-shape {example_shape}: add --model")
     built, example = build_model(model) if model else (None, None)
     example = example_of(example_shape) if example_shape else example
-    options: Any = {"to": to or None, "values": values or None, "sparse": sparse}
-    done = convert(source, dest, model=built, example=example, force=force, **options)
+    done = convert(source, dest, to=to or None, model=built, example=example, sparse=sparse, force=force)
     print_json(_content(done)) if as_json else _show(done)
 
 

@@ -25,9 +25,7 @@ from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
 from growprune.files.onnx_export import export_onnx
 from growprune.files.pretrained import build_with_example, save_pretrained
-from growprune.files.quantized import check_values
 from growprune.files.weights_file import weights_file
-from growprune.files.writer import rewrite_as_int8
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
 from growprune.sparse.model import SparseModel, named_tensors
@@ -78,7 +76,6 @@ def convert(
     to: str | None = None,
     model: nn.Module | None = None,
     example: Any = None,
-    values: str | None = None,
     sparse: bool = False,
     force: bool = False,
 ) -> Converted:
@@ -90,18 +87,14 @@ def convert(
         model: the model of the weights, for ONNX, unless the source is a folder of transformers. It also
             defines which weights are prunable.
         example: an input of the model, for ONNX.
-        values: for a sparse file, "int8" stores weights in 8 bits; see `growprune.save`. By default as they are.
         sparse: for ONNX, store only the non-zero weights; see `growprune.export_onnx`.
         force: allow `dest` to be replaced; if it is a link, its target.
     """
     source, dest = Path(source), Path(dest)
     found = read(source)
     to = to or target_by_name(dest, found.format)
-    check_values(values)
     if to not in FORMATS:
         raise GrowpruneError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
-    if values is not None and to != "sparse":
-        raise GrowpruneError(f"values={values!r} is for sparse files, but the destination is {to}: use --to sparse")
     if sparse and to != "onnx":
         raise GrowpruneError(f"--sparse is for ONNX, but the destination is {to}: use a name that ends with .onnx")
     if to == "onnx" and model is None and (source / "config.json").is_file():
@@ -126,13 +119,14 @@ def convert(
     matrices = [Matrix(name, tuple(m.shape), int(m.count_nonzero())) for name, m in sorted(found.masks.items())]
     dest.parent.mkdir(parents=True, exist_ok=True)
     if to == "sparse" and found.format == "growprune" and model is None:
-        _write_again(weights_file(source), dest, values)
+        with weights_file(source).open("rb") as opened, replacing(dest) as written:  # with its settings
+            shutil.copyfileobj(opened, written)
     elif to == "dense" and model is None:
         write_dense(found.tensors, found.aliases, dest)
     else:
         filled = bare_sparse_model(found, str(source)) if model is None else _filled(found, source, model)
         if to == "sparse":
-            file.save(filled, dest, values=values)
+            file.save(filled, dest)
         elif to == "dense":
             to_dense(filled, dest)
         elif to == "hf":
@@ -180,15 +174,6 @@ def _check_dest(source: Path, dest: Path, to: str, force: bool) -> None:
     models = ("model.safetensors", "config.json", "growprune.json", "model.safetensors.index.json")
     if dest.is_dir() and any(dest.iterdir()) and not any((dest / name).is_file() for name in models):
         raise GrowpruneError(f"{dest} is a folder without a model, so it is not replaced: use another name")
-
-
-def _write_again(source: Path, dest: Path, values: str | None) -> None:
-    """Write a sparse file with its settings, which no name says. It was checked when it was read."""
-    if values is not None and not any("scales_crc32" in about for about in file.manifest(source)["tensors"].values()):
-        rewrite_as_int8(source, dest)
-        return
-    with source.open("rb") as read, replacing(dest) as written:
-        shutil.copyfileobj(read, written)
 
 
 def _filled(found: Imported, source: Path, model: nn.Module) -> SparseModel:

@@ -22,20 +22,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
+def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     """Write a sparse model to a file, atomically: on failure, an existing file is unchanged.
 
     The file is read back and checked before it is renamed to `path`. If the model is sharded, all ranks must call it.
     The first rank writes, and holds at most one tensor of the model at a time.
-
-    Args:
-        values: "int8" stores prunable weights in 8 bits with one scale per output row; by default in their own dtype.
-            Loading converts them back. `growprune inspect` shows the error.
     """
     check_sparse_model(sparse, "save")
     sparse.notice_shards()
     check_finished(sparse)
-    write_file(sparse, path, values=values)
+    write_file(sparse, path)
 
 
 def load(
@@ -57,8 +53,7 @@ def load(
         model: a model of the same class, with any weights.
         storage: how sparse weights are stored; see SparseModel. It may differ from that of the saved model.
         mapped: with compact storage, keep live values memory-mapped to the file, which is faster, and copy them when
-            training writes to them. Of int8 values, only the masks stay in the file. No process may write into the
-            file meanwhile. `save` is safe: it replaces the file.
+            training writes to them. No process may write into the file meanwhile. `save` is safe: it replaces the file.
         mesh: shard the model over its ranks, each unit as soon as it is filled; needs storage="compact".
         sharding: further arguments of `SparseModel.shard`.
     """
@@ -135,8 +130,6 @@ class StoredTensor:
     dense_bytes: int
     state: Literal["ok", "damaged"]
     """The result of the check: "ok" if its bytes match the saved checksums."""
-    error: float | None = None
-    """The norm of what int8 values changed, relative to the norm of the values; None if they are as they were."""
 
     @property
     def sparsity(self) -> float:
@@ -153,19 +146,21 @@ def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
     with open_sparse(path) as file:
         found = []
         for entry in file.entries.values():
-            num_bytes, error = entry.num_value_bytes, None if entry.scales_crc32 is None else entry.error
+            num_bytes = entry.num_value_bytes
             if entry.gaps is not None:
                 num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
             elif entry.is_sparse:
                 num_bytes += num_mask_bytes(entry.weights, file.pattern)
             state: Literal["ok", "damaged"] = "ok"
             try:
-                file.live(entry) if entry.weights else file.values(entry)
+                file.values(entry)
+                if entry.weights:
+                    file.bits(entry)
             except GrowpruneError:
                 state = "damaged"
             alive = entry.nnz if entry.weights else entry.numel
             about = (entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes)
-            found.append(StoredTensor(*about, state, error))
+            found.append(StoredTensor(*about, state))
         return found
 
 
