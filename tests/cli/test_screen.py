@@ -170,31 +170,10 @@ def test_doctor_tries_the_kernels_and_fails_if_they_are_wrong(monkeypatch: pytes
     assert "the kernels give wrong results on cpu" in shown("doctor", code=1).replace("\n", " ").replace("  ", "")
 
 
-@pytest.mark.parametrize(
-    ("variables", "name", "do"),
-    [
-        ({"WORLD_SIZE": "64"}, "threads", "set OMP_NUM_THREADS=1"),
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "unset CUDA_LAUNCH_BLOCKING"),
-        ({"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET", "unset TRITON_INTERPRET"),
-    ],
-)
-def test_doctor_says_what_is_slow_and_what_to_do(
-    variables: dict[str, str], name: str, do: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    found = next(finding for finding in machine.examine() if finding.name == name)
-    assert (found.state, found.do) == ("slow", do)
-
-
-def test_doctor_sees_threads_that_other_processes_keep_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(machine, "num_cores", lambda: 4)
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
-    found = next(finding for finding in machine.examine() if finding.name == "load")
-    assert (found.state, found.do) == ("slow", "wait for them, or set OMP_NUM_THREADS=1")
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 0.0, 0.0))
-    assert not [finding for finding in machine.examine() if finding.name == "load"]
+def test_doctor_says_what_is_slow_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_cores", lambda: 0)
+    found = next(finding for finding in machine.examine() if finding.name == "threads")
+    assert (found.state, found.do) == ("slow", "set OMP_NUM_THREADS=0")
 
 
 def test_a_shell_can_ask_for_the_verbs() -> None:

@@ -310,27 +310,10 @@ def _ints(value: Any) -> list[int]:
     return [int(one) for one in np.asarray(value).reshape(-1)]
 
 
-def _divide(a: Tensor, b: Tensor) -> Tensor:
-    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
-
-
-def _power(x: Tensor, exponent: Tensor) -> Tensor:
-    return torch.pow(x, exponent).to(x.dtype)
-
-
-def _batch_norm(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    *,
-    epsilon: float = 1e-5,
-    training_mode: int = 0,
-    **_: Any,
-) -> Tensor:
+def _batch_norm(x: Tensor, *stored: Tensor, epsilon: float = 1e-5, training_mode: int = 0, **_: Any) -> Tensor:
     if training_mode:
         raise GrowpruneError("the ONNX file has a BatchNormalization in training mode: export it in eval mode")
+    scale, shift, mean, var = stored
     return F.batch_norm(x, mean, var, scale, shift, eps=epsilon)
 
 
@@ -458,8 +441,8 @@ ALIKE_IN_TORCH = (
 LAYERS: Mapping[str, Operation] = {"Conv": _conv, "Gemm": _gemm, "MatMul": _gemm}
 OF_TENSORS: Mapping[str, Operation] = {
     **{name: getattr(torch, name.lower()) for name in ALIKE_IN_TORCH},
-    "Div": _divide,
-    "Pow": _power,
+    "Div": lambda a, b: a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc"),
+    "Pow": lambda x, exponent: torch.pow(x, exponent).to(x.dtype),
     "Min": lambda *xs: functools.reduce(torch.minimum, xs),
     "Max": lambda *xs: functools.reduce(torch.maximum, xs),
     "Equal": torch.eq,

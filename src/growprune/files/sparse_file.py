@@ -127,7 +127,6 @@ class StoredTensor:
     """The number of live elements; all of them if it is not prunable."""
     num_bytes: int
     """The bytes of values and mask in the file."""
-    dense_bytes: int
     state: Literal["ok", "damaged"]
     """The result of the check: "ok" if its bytes match the saved checksums."""
 
@@ -146,11 +145,6 @@ def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
     with open_sparse(path) as file:
         found = []
         for entry in file.entries.values():
-            num_bytes = entry.num_value_bytes
-            if entry.gaps is not None:
-                num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
-            elif entry.is_sparse:
-                num_bytes += num_mask_bytes(entry.weights, file.pattern)
             state: Literal["ok", "damaged"] = "ok"
             try:
                 file.values(entry)
@@ -158,9 +152,13 @@ def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
                     file.bits(entry)
             except GrowpruneError:
                 state = "damaged"
+            num_bytes = entry.num_value_bytes
+            if entry.gaps is not None:
+                num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
+            elif entry.is_sparse:
+                num_bytes += num_mask_bytes(entry.weights, file.pattern)
             alive = entry.nnz if entry.weights else entry.numel
-            about = (entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes)
-            found.append(StoredTensor(*about, state))
+            found.append(StoredTensor(entry.name, entry.shape, bool(entry.weights), alive, num_bytes, state))
         return found
 
 
