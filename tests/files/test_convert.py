@@ -142,8 +142,7 @@ def test_the_table_shows_sizes_before_and_after_and_the_sparsity(tmp_path: Path)
     assert sizes["from"] == ["dense", "25.4 KiB", "1.01x"]
     assert sizes["to"][0] == "sparse"
     assert float(sizes["to"][2].removesuffix("x")) < 0.25
-    assert ["fc.weight", "64x100", "640", "0.9000"] in cells
-    assert ["total", "", "640", "0.9000"] in cells
+    assert "sparse matrices: 1, with 640 live weights, sparsity 0.9000" in shown
 
 
 def test_json_has_the_same(masked: Path, tmp_path: Path) -> None:
@@ -225,7 +224,7 @@ def test_a_folder_of_transformers_is_loaded_by_it_as_before(tmp_path: Path) -> N
     again = transformers.BertModel.from_pretrained(tmp_path / "ours").eval()
     tokens = torch.arange(6)[None]
     assert torch.equal(again(tokens).last_hidden_state, model(tokens).last_hidden_state)
-    assert "encoder.layer.0.attention.self.query.weight" in {matrix.name for matrix in done.matrices}
+    assert "encoder.layer.0.attention.self.query.weight" in done.matrices
 
 
 # What is there already

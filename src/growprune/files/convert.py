@@ -43,13 +43,6 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".
 
 
 @dataclass(frozen=True)
-class Matrix:
-    name: str
-    shape: tuple[int, ...]
-    alive: int
-
-
-@dataclass(frozen=True)
 class Converted:
     """The result of a conversion: what was written, and from what."""
 
@@ -62,8 +55,8 @@ class Converted:
     dest_bytes: int
     dense_bytes: int
     """The bytes of all tensors when dense."""
-    matrices: tuple[Matrix, ...]
-    """The sparse matrices."""
+    matrices: dict[str, dict[str, Any]]
+    """The shape and the number of live weights of each sparse matrix, by name."""
     sparsity: float
     """The sparsity of these matrices."""
     notes: tuple[str, ...]
@@ -116,7 +109,8 @@ def convert(
     if to == "hf" and not source.is_dir() and not hasattr(model, "save_pretrained"):
         notes.append("the folder has no config.json: add that of the model, transformers needs it")
     before, sparsity, dense_bytes = num_bytes(source), found.sparsity, found.dense_bytes
-    matrices = [Matrix(name, tuple(m.shape), int(m.count_nonzero())) for name, m in sorted(found.masks.items())]
+    masks = sorted(found.masks.items())
+    matrices = {name: {"shape": [*mask.shape], "alive": int(mask.count_nonzero())} for name, mask in masks}
     dest.parent.mkdir(parents=True, exist_ok=True)
     if to == "sparse" and found.format == "growprune" and model is None:
         with weights_file(source).open("rb") as opened, replacing(dest) as written:  # with its settings
@@ -134,7 +128,7 @@ def convert(
         else:
             export_onnx(filled, dest, example, sparse=sparse)
     sizes = before, num_bytes(dest), dense_bytes
-    return Converted(source, dest, found.format, to, *sizes, tuple(matrices), sparsity, tuple(notes))
+    return Converted(source, dest, found.format, to, *sizes, matrices, sparsity, tuple(notes))
 
 
 def target_by_name(dest: Path, format: str) -> str:
