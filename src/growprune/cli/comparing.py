@@ -162,7 +162,6 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
 
 
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
-    """Print the table, and write it to `out` if given."""
     from growprune.compare.comparison import COST, QUALITY
     from growprune.runs.table import HEAD, cells_of
 

@@ -59,7 +59,6 @@ def _content(done: Converted) -> dict[str, object]:
 
 
 def _show(done: Converted) -> None:
-    """Print the sizes before and after, and the sparsity."""
     sizes = new_table("", "file", "format", "size", "of dense", text="file")
     rows = (("from", done.source, done.format, done.source_bytes), ("to", done.dest, done.to, done.dest_bytes))
     for word, path, format, num_bytes in rows:

@@ -113,7 +113,6 @@ def _history(run: Record) -> Table:
 
 
 def _inspect_file(path: Path, as_json: bool) -> None:
-    """Show a file and the size of each tensor. Raise if a tensor is damaged."""
     from growprune.files import sparse_file
     from growprune.files.sparse_file import contents
 

@@ -63,7 +63,6 @@ def _summary(thing: object) -> str:
 
 
 def _show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
-    """Print a table of names and summaries for each kind."""
     for kind, things in kinds.items():
         table = Table(title=kind, title_justify="left", show_header=False, box=None, padding=(0, 2))
         table.add_column(no_wrap=True)
@@ -171,7 +170,6 @@ def _with_costs(rows: Iterable[Row], estimate: Estimate) -> Iterator[tuple[Row, 
 
 
 def _ranks(estimate: Estimate) -> tuple[int, ...]:
-    """The numbers of ranks for which to show memory per rank."""
     return (2, 8, 64) if estimate.can_be_sharded else ()
 
 

@@ -108,7 +108,6 @@ def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
 
 
 def _show_line(title: str, event: Event) -> None:
-    """Print a plain line, where there is no terminal."""
     match event:
         case {"event": "phase"} if event["epochs"] or event["index"] in (0, event["last"]):
             length = f"{event['epochs']} epochs" if event["epochs"] else f"{event['iterations']} iterations"
@@ -189,7 +188,6 @@ ORDER = ("epoch", "loss", "metric", "density", "lr")
 
 
 def _figures(event: Event) -> dict[str, str]:
-    """The numbers of an event, formatted."""
     found = {}
     if event.get("loss") is not None:
         found["loss"] = f"loss {event['loss']:.4f}"

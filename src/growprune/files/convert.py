@@ -154,7 +154,6 @@ def num_bytes(path: Path) -> int:
 
 
 def _check_dest(source: Path, dest: Path, to: str, force: bool) -> None:
-    """Raise if the destination must not be replaced."""
     if dest.exists() and dest.resolve() == source.resolve():
         raise GrowpruneError(f"{dest} is the source itself: use another destination")
     if os.path.lexists(dest) and not force:

@@ -221,7 +221,6 @@ def _by_name(node: Any, found: Sequence[Any]) -> dict[str, Any]:
 
 
 def _in_numpy(node: Any, values: Sequence[Any], opset: int) -> list[Any]:
-    """Compute a node as onnx itself does."""
     from onnx.reference import ReferenceEvaluator
 
     if node.op_type == "GatherElements":  # onnx's own fails on some shapes

@@ -148,7 +148,6 @@ def newest_sharded_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Read the index of a checkpoint."""
     path, remedy = folder / INDEX, "resume from a complete checkpoint (gp.newest_sharded_checkpoint finds it)"
     if not path.is_file():
         why = "its checkpoint is incomplete" if folder.is_dir() else "the folder does not exist"

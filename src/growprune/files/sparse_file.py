@@ -70,27 +70,17 @@ def load(
         if mesh is None:
             sparse.restore(tensors, keep=is_compact)
         else:
-            _restore_sharded(sparse, tensors, mesh, sharding or {})
+            from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
+
+            shards = UnitByUnit(sparse, mesh, **(sharding or {}))
+            names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
+            for module in reversed(list(sparse.model.modules())):  # inner ones first
+                own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
+                sparse.restore_some({name: tensors[name] for name in own if name in tensors})
+                shards.done(module)
+            sparse.notice_shards()
         sparse.skip(file.num_edits)
     return sparse
-
-
-def _restore_sharded(
-    sparse: SparseModel,
-    tensors: Mapping[str, tuple[Tensor, Tensor | None]],
-    mesh: DeviceMesh,
-    sharding: Mapping[str, Any],
-) -> None:
-    """Fill a model from views of a file, and shard each unit as soon as it is filled."""
-    from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
-
-    shards = UnitByUnit(sparse, mesh, **sharding)
-    names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
-    for module in reversed(list(sparse.model.modules())):  # inner ones first
-        own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
-        sparse.restore_some({name: tensors[name] for name in own if name in tensors})
-        shards.done(module)
-    sparse.notice_shards()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
