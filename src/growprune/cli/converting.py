@@ -44,18 +44,15 @@ def convert(
     built, example = build_model(model) if model else (None, None)
     example = example_of(example_shape) if example_shape else example
     done = convert(source, dest, to=to or None, model=built, example=example, sparse=sparse, force=force)
-    print_json(_content(done)) if as_json else _show(done)
-
-
-def _content(done: Converted) -> dict[str, object]:
-    return {
+    if not as_json:
+        _show(done)
+        return
+    content = {
         "source": {"path": str(done.source), "format": done.format, "bytes": done.source_bytes},
         "dest": {"path": str(done.dest), "format": done.to, "bytes": done.dest_bytes},
-        "dense_bytes": done.dense_bytes,
-        "sparsity": done.sparsity,
-        "matrices": done.matrices,
-        "notes": list(done.notes),
     }
+    names = ("dense_bytes", "sparsity", "matrices", "notes")
+    print_json(content | {name: getattr(done, name) for name in names})
 
 
 def _show(done: Converted) -> None:

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,10 +202,5 @@ def _figures(event: Event) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds.
-    >>> duration(75), duration(3600 * 30 + 62)
-    ('1:15', '30:01:02')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Format seconds as hours, minutes and seconds, as rich does."""
+    return str(timedelta(seconds=round(seconds)))

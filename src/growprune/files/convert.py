@@ -193,13 +193,8 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     if (count := len(include) + len(keep_dense)) > MAX_GLOBS:
         raise GrowpruneError(f"{where} has matrices with {count} kinds of names, more than {MAX_GLOBS}: pass --model")
     model = bare_model(found.tensors, found.aliases)
-    sparse = SparseModel(
-        model,
-        sparsity=min(found.sparsity, 1 - 2**-53),
-        allocation="global",
-        include=include,
-        keep_dense=keep_dense,
-    )
+    sparsity = min(found.sparsity, 1 - 2**-53)
+    sparse = SparseModel(model, sparsity, allocation="global", include=include, keep_dense=keep_dense)
     first = first_names(model)  # a tensor of several names may come first under another one
     masks = {first[name]: pack(found.masks.pop(name)) for name in [*found.masks]}  # which are large, and held twice
     state = sparse.state_dict()

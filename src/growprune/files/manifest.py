@@ -82,10 +82,6 @@ class Entry:
         return (self.nnz if self.weights else self.numel) * self.dtype.itemsize
 
     @property
-    def is_stacked(self) -> bool:
-        return bool(self.weights) and len(self.weights[0].shape) < len(self.shape)
-
-    @property
     def num_outside(self) -> int:
         """The number of elements that belong to no matrix and are always live."""
         return num_outside(self.shape, self.weights)
@@ -104,7 +100,7 @@ class Entry:
         if self.mask_crc32 is not None:
             about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
             about["transposed"] = self.weights[0].transposed
-            if self.is_stacked:
+            if len(self.weights[0].shape) < len(self.shape):
                 about["stacked"] = True
             about |= {"target": self.target, "nnz": self.nnz, "mask_crc32": self.mask_crc32}
             if self.gaps is not None:

@@ -67,7 +67,10 @@ class OnnxModel(nn.Module):
         super().__init__()
         self.path, self.opset = path, _opset(model)
         known = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
-        known |= {one.values.name: _dense(one) for one in model.graph.sparse_initializer}
+        for one in model.graph.sparse_initializer:  # whose indices are those of the flat array, or of each axis
+            values, indices = numpy_helper.to_array(one.values), numpy_helper.to_array(one.indices)
+            dense = known[one.values.name] = np.zeros(list(one.dims), values.dtype)
+            dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
         given = [one for one in model.graph.input if one.name not in known]
         self.inputs = {one.name: copy.deepcopy(one.type.tensor_type) for one in given}
         self.outputs = [one.name for one in model.graph.output]
@@ -199,16 +202,6 @@ def _dtype(kind: int) -> torch.dtype:
     from onnx import helper
 
     return _tensor(np.zeros(0, helper.tensor_dtype_to_np_dtype(kind))).dtype
-
-
-def _dense(sparse: Any) -> Any:
-    """A sparse initializer as an array. Its indices are those of the flat array, or of each axis."""
-    from onnx import numpy_helper
-
-    values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
-    dense = np.zeros(list(sparse.dims), values.dtype)
-    dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
-    return dense
 
 
 def _is_float(array: Any) -> bool:
@@ -345,11 +338,6 @@ def _reshape(x: Tensor, shape: Any, *, allowzero: int = 0) -> Tensor:
     return x.reshape([x.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(sizes)])
 
 
-def _flatten(x: Tensor, *, axis: int = 1) -> Tensor:
-    axis = axis if axis >= 0 else axis + x.dim()
-    return x.reshape(x.shape[:axis].numel(), x.shape[axis:].numel())
-
-
 def _unsqueeze(x: Tensor, axes: Any) -> Tensor:
     found = _ints(axes)
     for axis in sorted(axis % (x.dim() + len(found)) for axis in found):
@@ -482,7 +470,7 @@ OPERATIONS: dict[str, Any] = {
     "Clip": _clip,
     "Cast": lambda x, to, **_: x.to(_dtype(to)),
     "Reshape": _reshape,
-    "Flatten": _flatten,
+    "Flatten": lambda x, axis=1: x.reshape(x.shape[:axis].numel(), x.shape[axis:].numel()),
     "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_ints(axes)),
     "Unsqueeze": _unsqueeze,
     "Transpose": lambda x, perm=None: x.permute(perm or [*reversed(range(x.dim()))]),

@@ -28,7 +28,8 @@ from torch.nn.parameter import is_lazy
 from growprune.errors import GrowpruneError, shorten
 from growprune.files import sparse_file as file
 from growprune.files.disk import replacing
-from growprune.files.reader import is_ours, open_safetensors
+from growprune.files.manifest import FORMAT
+from growprune.files.reader import open_safetensors
 from growprune.files.weights_file import ABOUT, DENSE, SPARSE, digest_of, sparse_file
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import tensors_of
@@ -95,7 +96,7 @@ def _check_not_sparse(folder: Path, remedy: str) -> None:
     if not path.is_file():
         return
     with open_safetensors(path) as handle:
-        if is_ours(handle):
+        if (handle.metadata() or {}).get("format") == FORMAT:
             raise GrowpruneError(
                 f"{path} is a sparse file of growprune under the name of transformers' dense weights, and only "
                 f"growprune can read it: {remedy}"

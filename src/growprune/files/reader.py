@@ -222,11 +222,6 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         yield handle
 
 
-def is_ours(handle: Any) -> bool:
-    """True if growprune saved an open safetensors file."""
-    return bool((handle.metadata() or {}).get("format") == FORMAT)
-
-
 @contextlib.contextmanager
 def open_sparse(path: str | os.PathLike[str]) -> Iterator[SparseFile]:
     """Open a sparse file."""

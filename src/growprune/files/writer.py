@@ -14,16 +14,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.disk import replacing
-from growprune.files.manifest import (
-    DTYPES,
-    GAP_DTYPES,
-    Entry,
-    Gaps,
-    bytes_of,
-    check_blocks,
-    crc32,
-    write_metadata,
-)
+from growprune.files.manifest import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, crc32, write_metadata
 from growprune.files.reader import open_sparse
 from growprune.masks.bits import encode_mask, whole
 from growprune.masks.layers import prunable_weights, tensors_of
@@ -43,7 +34,10 @@ def write_file(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
 
     Only prunable tensors are copied. If the model is sharded, all ranks must call it.
     """
-    warn_of_unsaved(sparse.model)
+    for name, module in sparse.model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            what = f"the extra state of {name or 'the model'} ({type(module).__name__})"
+            warn(f"{what} is not saved: a sparse file holds only parameters and buffers")
     sparse.notice_shards()
     if sparse.ranks is not None:
         _write_sharded(sparse, Path(path), sparse.ranks)
@@ -142,13 +136,6 @@ def _settings(sparse: SparseModel) -> dict[str, Any]:
         "num_edits": sparse.editor.num_edits,
         "aliases": tensors_of(sparse.model)[1],
     }
-
-
-def warn_of_unsaved(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            what = f"the extra state of {path or 'the model'} ({type(module).__name__})"
-            warn(f"{what} is not saved: a sparse file holds only parameters and buffers")
 
 
 def check_finished(model: SparseModel | nn.Module, done: str = "saved") -> None:
