@@ -31,11 +31,9 @@ def read(path):
         values = stored[name if name in stored else f"{name}.values"]
         if zlib.crc32(values.tobytes()) != about["crc32"]:
             raise ValueError(f"the values of {name} are damaged")
-        is_int8 = "scales_crc32" in about
-        values = values if is_int8 else widen(values, about["dtype"])
+        values = widen(values, about["dtype"])
         mask = stored.get(f"{name}.gaps" if "gaps" in about else f"{name}.mask")
         dense[name] = values if name in stored else scatter(values, mask, name, about, manifest)
-        dense[name] = dequantize(dense[name], stored[f"{name}.scales"], name, about) if is_int8 else dense[name]
     return dense | {alias: dense[name] for alias, name in manifest["aliases"].items()}
 
 
@@ -55,17 +53,6 @@ def to_array(tensor):
 def widen(array, dtype):
     """A bfloat16 is the upper half of a float32."""
     return (array.astype("<u4") << 16).view("<f4") if dtype == "BF16" else array
-
-
-def dequantize(integers, scales, name, about):
-    """One scale for each output row; its shape is that of the tensor, with 1 for all other dimensions."""
-    if zlib.crc32(scales.tobytes()) != about["scales_crc32"]:
-        raise ValueError(f"the scales of {name} are damaged")
-    values = integers * scales  # float32
-    if about["dtype"] != "BF16":
-        return values.astype(DTYPES[about["dtype"]])
-    bits = values.view("<u4")  # to the nearest bfloat16, ties to even
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view("<f4")
 
 
 def scatter(values, stored, name, about, manifest):

@@ -50,28 +50,23 @@ def test_the_time_left_is_that_of_all_phases_at_the_pace_of_the_iterations_done_
     seconds = 0.0
     drawing = Drawing("run", err(), clock=lambda: seconds)
     drawing.listen(event("phase", 20, edits="grow S1", density=0.5, iterations=30))  # resumed: 20 were done before
-    assert drawing.seconds_left() is None
+    assert drawn(drawing)[0].endswith(" 20% 0:00:00 elapsed, -:--:-- left")
     seconds = 10.0
     drawing.listen(event("iteration", 25, loss=1.5, lr=0.1))
-    assert drawing.seconds_left() == 150  # 5 in 10 seconds, 75 to go
-    assert drawn(drawing) == [
-        "run   ━━━━━━━━━━                                  25 %   0:10 elapsed, 2:30 left",
-        "  phase 2 of 4: grow S1",
-        "  loss 1.5000  density 0.5000  lr 0.1",
-    ]
+    first, *rest = drawn(drawing)
+    assert first.endswith(" 25% 0:00:10 elapsed, 0:02:30 left")  # 5 in 10 seconds, 75 to go
+    assert rest == ["  phase 2 of 4: grow S1", "  loss 1.5000  density 0.5000  lr 0.1"]
 
 
 def test_what_a_run_came_to_stays_and_fits_the_screen() -> None:
-    drawing = Drawing(
-        "a recipe with quite a long name, longer than there is room for, seed 0", err(), clock=lambda: 0.0
-    )
+    drawing = Drawing("a recipe with quite a long name, longer than there is room for, seed 0", err(), lambda: 0.0)
     drawing.listen(event("phase", edits="prune S1 to 0.9, grow S2 to dense " * 3, density=0.5, iterations=30))
     scores = {"metric": "accuracy", "validation": {"loss": 9.0, "accuracy": 97.25}}
-    drawing.listen(event("epoch", 100, epoch=12, loss=0.25, lr=0.5, density=0.1, **scores))
+    drawing.listen(event("epoch", 50, epoch=12, loss=0.25, lr=0.5, density=0.1, **scores))
     assert max(map(len, drawn(drawing))) <= 80
     drawing.listen(event("finished"))
     first, *rest = drawn(drawing)
-    assert first.endswith("100 %   0:00")
+    assert " 100% 0:00:00 elapsed, " in first
     assert rest == ["  epoch 12  loss 0.2500  validation accuracy 97.25  density 0.1000  lr 0.5"]
 
 
@@ -175,31 +170,10 @@ def test_doctor_tries_the_kernels_and_fails_if_they_are_wrong(monkeypatch: pytes
     assert "the kernels give wrong results on cpu" in shown("doctor", code=1).replace("\n", " ").replace("  ", "")
 
 
-@pytest.mark.parametrize(
-    ("variables", "name", "do"),
-    [
-        ({"WORLD_SIZE": "64"}, "threads", "set OMP_NUM_THREADS=1"),
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "unset CUDA_LAUNCH_BLOCKING"),
-        ({"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET", "unset TRITON_INTERPRET"),
-    ],
-)
-def test_doctor_says_what_is_slow_and_what_to_do(
-    variables: dict[str, str], name: str, do: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    found = next(finding for finding in machine.examine() if finding.name == name)
-    assert (found.state, found.do) == ("slow", do)
-
-
-def test_doctor_sees_threads_that_other_processes_keep_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(machine, "num_cores", lambda: 4)
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
-    found = next(finding for finding in machine.examine() if finding.name == "load")
-    assert (found.state, found.do) == ("slow", "wait for them, or set OMP_NUM_THREADS=1")
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 0.0, 0.0))
-    assert not [finding for finding in machine.examine() if finding.name == "load"]
+def test_doctor_says_what_is_slow_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_cores", lambda: 0)
+    found = next(finding for finding in machine.examine() if finding.name == "threads")
+    assert (found.state, found.do) == ("slow", "set OMP_NUM_THREADS=0")
 
 
 def test_a_shell_can_ask_for_the_verbs() -> None:

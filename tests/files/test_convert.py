@@ -142,8 +142,7 @@ def test_the_table_shows_sizes_before_and_after_and_the_sparsity(tmp_path: Path)
     assert sizes["from"] == ["dense", "25.4 KiB", "1.01x"]
     assert sizes["to"][0] == "sparse"
     assert float(sizes["to"][2].removesuffix("x")) < 0.25
-    assert ["fc.weight", "64x100", "640", "0.9000"] in cells
-    assert ["total", "", "640", "0.9000"] in cells
+    assert "sparse matrices: 1, with 640 live weights, sparsity 0.9000" in shown
 
 
 def test_json_has_the_same(masked: Path, tmp_path: Path) -> None:
@@ -197,7 +196,6 @@ def test_a_folder_gets_weights_for_everybody_and_for_us_and_keeps_what_lay_besid
     done = convert(source, tmp_path / "folder")
     folder = tmp_path / "folder"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md",
         "config.json",
         "growprune.json",
         "growprune.safetensors",
@@ -226,7 +224,7 @@ def test_a_folder_of_transformers_is_loaded_by_it_as_before(tmp_path: Path) -> N
     again = transformers.BertModel.from_pretrained(tmp_path / "ours").eval()
     tokens = torch.arange(6)[None]
     assert torch.equal(again(tokens).last_hidden_state, model(tokens).last_hidden_state)
-    assert "encoder.layer.0.attention.self.query.weight" in {matrix.name for matrix in done.matrices}
+    assert "encoder.layer.0.attention.self.query.weight" in done.matrices
 
 
 # What is there already
@@ -321,7 +319,7 @@ def test_a_sparse_file_goes_to_sparse_as_it_is(model: Path, tmp_path: Path) -> N
         (["out.bin"], "out.bin does not say which format to write"),
         (["out.safetensors", "--to", "gguf"], "'gguf'"),
         (["out.onnx"], "--model"),
-        (["out.xml", "--model", "model.py:build"], "--example-shape"),
+        (["out.onnx", "--model", "model.py:build"], "--example-shape"),
         (["out.safetensors", "--model", "model.py"], "path.py:function or module:function"),
         (["out.safetensors", "--model", "model.py:nothing"], "'nothing'"),
         (["out.safetensors", "--model", "no_such_module:f"], "no_such_module"),
@@ -384,12 +382,6 @@ def test_a_graph_is_made_of_the_models_code(model: Path, pruned: Path, tmp_path:
     growprune(pruned, tmp_path / "model.onnx", "--model", f"{model}:with_example")
     stored = [onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "model.onnx").graph.initializer]
     assert [int((array != 0).sum()) for array in stored if array.shape == (6, 8)] == [11]
-
-
-def test_openvinos_graph_is_two_files_whose_sizes_are_added(model: Path, pruned: Path, tmp_path: Path) -> None:
-    pytest.importorskip("openvino")
-    content = json.loads(growprune(pruned, tmp_path / "m.xml", "--model", f"{model}:with_example", "--json"))
-    assert content["dest"]["bytes"] == sum((tmp_path / f"m.{end}").stat().st_size for end in ("xml", "bin"))
 
 
 def test_the_shape_of_an_example_can_be_given_for_a_graph(

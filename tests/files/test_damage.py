@@ -90,14 +90,11 @@ def test_every_changed_byte_is_refused_or_changes_nothing(reader: str, mixed: Pa
     assert not harmless, f"bytes {sorted(harmless)} of {len(content)} went unseen"
 
 
-@pytest.mark.parametrize(("sparsity", "values"), [(0.97, None), (0.5, "int8")], ids=["gaps", "int8"])
-def test_every_changed_byte_of_gaps_and_int8_values_is_refused(
-    sparsity: float, values: str | None, tmp_path: Path
-) -> None:
-    sparse = SparseModel(nn.Linear(32, 16, bias=False), sparsity=sparsity)
+def test_every_changed_byte_of_gaps_is_refused(tmp_path: Path) -> None:
+    sparse = SparseModel(nn.Linear(32, 16, bias=False), sparsity=0.97)
     sparse.prune()
     path, changed = tmp_path / "model", tmp_path / "changed"
-    file.save(sparse, path, values=values)
+    file.save(sparse, path)
     content, expected = path.read_bytes(), file.read(path)
     for place in range(len(content)):
         changed.write_bytes(content[:place] + bytes([content[place] ^ 0x01]) + content[place + 1 :])

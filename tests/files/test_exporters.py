@@ -3,7 +3,6 @@
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,39 +35,6 @@ def expected(sparse: gp.SparseModel) -> torch.Tensor:
         return module(EXAMPLE)
 
 
-def test_a_graph_goes_where_a_link_means_and_never_over_what_is_no_plain_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(converted: nn.Module, path: Path, **options: Any) -> None:
-        path.write_text("graph")
-        path.with_suffix(".bin").write_text("weights")
-
-    fake = SimpleNamespace(convert_model=lambda module, **options: module, save_model=save)
-    monkeypatch.setattr(exporters, "need", lambda *names: fake)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link.xml").symlink_to(tmp_path / "elsewhere" / "real.xml")
-    exporters.to_openvino(make(), tmp_path / "link.xml", EXAMPLE)
-    assert (tmp_path / "link.xml").is_symlink()
-    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["real.bin", "real.xml"]
-    os.mkfifo(tmp_path / "pipe.xml")
-    with pytest.raises(OSError, match="it is not a plain file"):
-        exporters.to_openvino(make(), tmp_path / "pipe.xml", EXAMPLE)
-    assert (tmp_path / "pipe.xml").is_fifo()
-
-
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_openvino_computes_the_same_with_every_zero(storage: str, tmp_path: Path) -> None:
-    openvino = pytest.importorskip("openvino")
-    sparse = make(storage)
-    exporters.to_openvino(sparse, tmp_path / "model.xml", EXAMPLE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.bin", "model.xml"]
-    model = openvino.Core().read_model(tmp_path / "model.xml")
-    stored = [op.data for op in model.get_ops() if op.get_type_name() == "Constant"]
-    assert {array.shape: int((array != 0).sum()) for array in stored if array.shape in ALIVE} == ALIVE
-    compiled = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    assert torch.allclose(torch.from_numpy(compiled(EXAMPLE.numpy())[0]), expected(sparse), atol=1e-5)
-
-
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_dense_safetensors_are_read_by_safetensors_itself(storage: str, tmp_path: Path) -> None:
     sparse = make(storage)
@@ -91,33 +57,35 @@ def test_a_tied_tensor_is_in_a_dense_file_once(tmp_path: Path) -> None:
     assert torch.equal(fresh[1].weight, model[0].weight)
 
 
-@pytest.mark.parametrize(
-    ("export", "file", "missing"),
-    [
-        (gp.export_onnx, "m.onnx", "onnx"),
-        (gp.export_onnx, "m.onnx", "onnxscript"),
-        (exporters.to_openvino, "m.xml", "openvino"),
-    ],
-)
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
 def test_a_missing_package_is_named_with_the_extra_that_has_it(
-    export: Any, file: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if missing == "onnxscript":
         pytest.importorskip("onnx")
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(gp.GrowpruneError, match=rf"needs the package {missing} "):
-        export(make(), tmp_path / file, EXAMPLE)
+        gp.export_onnx(make(), tmp_path / "m.onnx", EXAMPLE)
     assert not any(tmp_path.iterdir())
-
-
-def test_openvino_wants_a_name_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(gp.GrowpruneError, match=r"must end with \.xml"):
-        exporters.to_openvino(make(), tmp_path / "model.onnx", EXAMPLE)
 
 
 def test_a_compact_module_without_its_sparse_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(gp.GrowpruneError, match="pass its SparseModel"):
         exporters.to_dense(make("compact").model, tmp_path / "dense.safetensors")
+
+
+def test_a_graph_goes_where_a_link_means_and_never_over_what_is_no_plain_file(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.onnx").symlink_to(tmp_path / "elsewhere" / "real.onnx")
+    gp.export_onnx(make(), tmp_path / "link.onnx", EXAMPLE)
+    assert (tmp_path / "link.onnx").is_symlink()
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["real.onnx"]
+    os.mkfifo(tmp_path / "pipe.onnx")
+    with pytest.raises(OSError, match="it is not a plain file"):
+        gp.export_onnx(make(), tmp_path / "pipe.onnx", EXAMPLE)
+    assert (tmp_path / "pipe.onnx").is_fifo()
 
 
 def test_a_failed_export_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,10 @@ TAMPERED: dict[str, tuple[Change, str]] = {
     ),
     "a tensor lost": (tensor("weight.mask", None), r"weight\.mask"),
     "a tensor added": (tensor("extra", torch.ones(1)), "extra"),
+    "int8 values of an older growprune": (
+        both(tensor("weight.values", bits(1, 2, 3).char()), tensor("weight.scales", torch.ones(3, 1))),
+        r"weight\.scales",
+    ),
 }
 
 

@@ -59,7 +59,6 @@ def test_the_dense_file_is_the_model_bit_for_bit_to_who_has_no_growprune(storage
     assert torch.equal(model(torch.arange(12)), sparse.model(torch.arange(12)))
     assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(set(model.state_dict()) - {"head.weight"})
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "README.md",
         "growprune.json",
         "growprune.safetensors",
         "model.safetensors",

@@ -479,18 +479,6 @@ def test_gathering_a_layer_does_not_make_its_weight_dense(on_two: Run) -> None:
         assert 0 < sharded == alone
 
 
-def saved_as_int8(mesh: DeviceMesh, folder: str) -> None:
-    for name, where in ({"sharded": mesh} | ({"whole": None} if mesh.get_rank() == 0 else {})).items():
-        torch.manual_seed(5)
-        gp.save(gp.sparse_init(Transformer, sparsity=0.8, mesh=where), f"{folder}/{name}", values="int8")
-
-
-def test_a_sharded_model_is_saved_with_int8_values(on_two: Run, tmp_path: Path) -> None:
-    on_two(saved_as_int8, str(tmp_path))
-    assert any("scales_crc32" in about for about in gp.manifest(tmp_path / "sharded")["tensors"].values())
-    assert (tmp_path / "sharded").read_bytes() == (tmp_path / "whole").read_bytes()
-
-
 # Mistakes
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from growprune.cli.app import AsJson, one_line_errors
 from growprune.cli.deploying import ExampleShape, ModelSource, build_model, example_of
-from growprune.cli.screen import new_table, out, print_json, remark, size
+from growprune.cli.screen import new_table, out, print_json, remark, say, size
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
     from growprune.files.convert import Converted
-
-MAX_ROWS = 40
 
 
 @one_line_errors
@@ -26,12 +22,9 @@ def convert(
         Path, typer.Argument(metavar="SOURCE", help="File or folder with weights, of growprune or another tool.")
     ],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="File or folder to write. Its name sets the format.")],
-    to: Annotated[str, typer.Option(help="Format of DEST: sparse, dense, hf, onnx or openvino.")] = "",
+    to: Annotated[str, typer.Option(help="Format of DEST: sparse, dense, hf or onnx.")] = "",
     model: ModelSource = "",
     example_shape: ExampleShape = "",
-    values: Annotated[
-        str, typer.Option(help="int8: store the weights of a sparse file in 8 bits. Default: as they are.")
-    ] = "",
     sparse: Annotated[
         bool, typer.Option("--sparse", help="ONNX: store only the non-zero weights. Any runtime reads the file.")
     ] = False,
@@ -50,44 +43,26 @@ def convert(
         raise GrowpruneError(f"--example-shape needs --model, got only --example-shape {example_shape}: add --model")
     built, example = build_model(model) if model else (None, None)
     example = example_of(example_shape) if example_shape else example
-    options: Any = {"to": to or None, "values": values or None, "sparse": sparse}
-    done = convert(source, dest, model=built, example=example, force=force, **options)
-    print_json(_content(done)) if as_json else _show(done)
-
-
-def _content(done: Converted) -> dict[str, object]:
-    return {
+    done = convert(source, dest, to=to or None, model=built, example=example, sparse=sparse, force=force)
+    if not as_json:
+        _show(done)
+        return
+    content = {
         "source": {"path": str(done.source), "format": done.format, "bytes": done.source_bytes},
         "dest": {"path": str(done.dest), "format": done.to, "bytes": done.dest_bytes},
-        "dense_bytes": done.dense_bytes,
-        "sparsity": done.sparsity,
-        "matrices": {m.name: {"shape": list(m.shape), "alive": m.alive} for m in done.matrices},
-        "notes": list(done.notes),
     }
+    names = ("dense_bytes", "sparsity", "matrices", "notes")
+    print_json(content | {name: getattr(done, name) for name in names})
 
 
 def _show(done: Converted) -> None:
-    """Print the sizes before and after, and the sparse matrices, MAX_ROWS at most."""
-    sizes = Table()
-    sizes.add_column("")
-    sizes.add_column("file", overflow="fold", min_width=12)
-    sizes.add_column("format", no_wrap=True)
-    for name in ("size", "of dense"):
-        sizes.add_column(name, no_wrap=True, justify="right")
+    sizes = new_table("", "file", "format", "size", "of dense", text="file")
     rows = (("from", done.source, done.format, done.source_bytes), ("to", done.dest, done.to, done.dest_bytes))
     for word, path, format, num_bytes in rows:
         share = f"{num_bytes / done.dense_bytes:.2f}x" if done.dense_bytes else ""
         sizes.add_row(word, str(path), format, size(num_bytes), share)
     out().print(sizes)
-    if done.matrices:
-        table = new_table("sparse matrix", "shape", "live", "sparsity", text="sparse matrix")
-        for matrix in done.matrices[:MAX_ROWS]:
-            share = f"{1 - matrix.alive / math.prod(matrix.shape):.4f}"
-            table.add_row(matrix.name, "x".join(map(str, matrix.shape)), f"{matrix.alive:,}", share)
-        if (more := len(done.matrices) - MAX_ROWS) > 0:
-            table.add_row(f"{more} more")
-        table.add_section()
-        table.add_row("total", "", f"{sum(matrix.alive for matrix in done.matrices):,}", f"{done.sparsity:.4f}")
-        out().print(table)
+    alive = sum(matrix["alive"] for matrix in done.matrices.values())
+    say(f"sparse matrices: {len(done.matrices)}, with {alive:,} live weights, sparsity {done.sparsity:.4f}")
     for note in done.notes:
         remark(f"growprune: {note}")

@@ -27,7 +27,6 @@ ExampleShape = Annotated[
 ByLayer = Annotated[
     bool, typer.Option("--by-layer", help="Replace layers one by one, as is done for models with a method generate.")
 ]
-Seconds = Annotated[float, typer.Option(min=0, help="Time limit for timing layers. 0: no timing.")]
 
 
 @one_line_errors
@@ -38,7 +37,7 @@ def deploy(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
     model: ModelSource = "",
     example_shape: ExampleShape = "",
-    seconds: Seconds = 10.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Time limit for timing layers. 0: no timing.")] = 10.0,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device to run on. Layers are timed there.")] = "cpu",
     by_layer: ByLayer = False,
     trust: Trust = False,

@@ -113,7 +113,6 @@ def _history(run: Record) -> Table:
 
 
 def _inspect_file(path: Path, as_json: bool) -> None:
-    """Show a file and the size of each tensor. Raise if a tensor is damaged."""
     from growprune.files import sparse_file
     from growprune.files.sparse_file import contents
 
@@ -145,18 +144,13 @@ def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor
 
 def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
     """One row per prunable tensor, and one row for all others."""
-    has_errors = any(tensor.error is not None for tensor in tensors)
-    error_column = ["int8 error"] if has_errors else []
-    names = ("layer", "shape", "live", "sparsity", "bytes", "per live", *error_column, "digest")
-    table = new_table(*names, text="layer")
+    table = new_table("layer", "shape", "live", "sparsity", "bytes", "per live", "digest", text="layer")
 
     def add(first: str, some: Sequence[StoredTensor], shape: str = "", sparsity: str = "") -> None:
         alive, num_bytes = sum(tensor.alive for tensor in some), sum(tensor.num_bytes for tensor in some)
         sizes = (size(num_bytes), f"{num_bytes / alive:.2f}" if alive else "")
-        errors = [tensor.error for tensor in some if tensor.error is not None]
-        largest = [f"{max(errors):.2%}" if errors else ""] if has_errors else []
         state = "damaged" if any(tensor.state == "damaged" for tensor in some) else "ok"
-        table.add_row(first, shape, f"{alive:,}", sparsity, *sizes, *largest, state)
+        table.add_row(first, shape, f"{alive:,}", sparsity, *sizes, state)
 
     layers = [tensor for tensor in tensors if tensor.is_prunable]
     others = [tensor for tensor in tensors if not tensor.is_prunable]

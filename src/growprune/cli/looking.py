@@ -63,7 +63,6 @@ def _summary(thing: object) -> str:
 
 
 def _show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
-    """Print a table of names and summaries for each kind."""
     for kind, things in kinds.items():
         table = Table(title=kind, title_justify="left", show_header=False, box=None, padding=(0, 2))
         table.add_column(no_wrap=True)
@@ -135,6 +134,8 @@ def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
 
 
 def _show_plan(estimate: Estimate, claim: str, *, every: bool) -> None:
+    from growprune.runs.result import scaled
+
     if claim:
         out().print(claim, markup=False, highlight=False)
     about = "" if estimate.is_exact else "~"
@@ -144,7 +145,16 @@ def _show_plan(estimate: Estimate, claim: str, *, every: bool) -> None:
     phases = [cost.scheduled for cost in estimate.costs]
     rows = [Row((phase,)) for phase in phases] if every else fold(phases, SCREEN)
     for row, costs in _with_costs(rows, estimate):
-        shown.add_row(*_cells(row, costs, about))
+        ends = costs[0], costs[-1]  # one cost is shown if both are alike
+        shown.add_row(
+            str(row.first.stage),
+            "" if row.first.branch is None else str(row.first.branch),
+            str(row) if len(costs) == 1 else f"{len(costs)} x {row}",
+            f"{sum(cost.epochs for cost in costs):.4g}",
+            " to\n".join(dict.fromkeys(f"{cost.density:.4f}" for cost in ends)),
+            " to\n".join(dict.fromkeys(about + scaled(cost.forward_flops) for cost in ends)),
+            about + scaled(sum(cost.training_flops for cost in costs)),
+        )
     out().print(shown)
     if len(rows) < len(estimate.costs):
         out().print(f"{len(estimate.costs)} phases in {len(rows)} rows; --all shows each.", highlight=False)
@@ -171,18 +181,4 @@ def _with_costs(rows: Iterable[Row], estimate: Estimate) -> Iterator[tuple[Row, 
 
 
 def _ranks(estimate: Estimate) -> tuple[int, ...]:
-    """The numbers of ranks for which to show memory per rank."""
     return (2, 8, 64) if estimate.can_be_sharded else ()
-
-
-def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:
-    """Cells of a row of similar phases: edits, epochs, and the cost from first to last."""
-    from growprune.runs.result import scaled
-
-    yield str(row.first.stage)
-    yield "" if row.first.branch is None else str(row.first.branch)
-    yield str(row) if len(costs) == 1 else f"{len(costs)} x {row}"
-    yield f"{sum(cost.epochs for cost in costs):.4g}"
-    yield " to\n".join(dict.fromkeys(f"{cost.density:.4f}" for cost in (costs[0], costs[-1])))
-    yield " to\n".join(dict.fromkeys(about + scaled(cost.forward_flops) for cost in (costs[0], costs[-1])))
-    yield about + scaled(sum(cost.training_flops for cost in costs))

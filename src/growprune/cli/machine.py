@@ -1,4 +1,4 @@
-"""Checks of this machine for `growprune doctor`: versions, devices, kernels, and causes of slow training."""
+"""Checks of this machine for `growprune doctor`: versions, devices, kernels and threads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from growprune.tasks.task import num_cores
 
 State = Literal["ok", "absent", "slow", "broken"]
 COLOURS = {"ok": "green", "absent": "dim", "slow": "yellow", "broken": "red"}
-MANY_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables by which launchers say how many processes they start."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Run all checks. Loads torch, and runs the kernels on tiny tensors."""
-    return [*_packages(), *_devices_and_kernels(), *_speed()]
+    return [*_packages(), *_devices_and_kernels(), _threads()]
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -137,26 +135,9 @@ def _try_kernels(name: str, device: torch.device) -> Finding:
     return Finding(name, "ok", f"mask kernels give correct results on {device}")
 
 
-def _speed() -> Iterator[Finding]:
-    """Threads, other load, and variables that make training slow."""
+def _threads() -> Finding:
     threads, cores = torch.get_num_threads(), num_cores()
     text = f"torch uses {threads} threads of {cores} cores"
-    launched = next((int(os.environ[name]) for name in MANY_PROCESSES if os.environ.get(name, "").isdigit()), 1)
     if threads > cores:
-        yield Finding("threads", "slow", f"{text}: too many", f"set OMP_NUM_THREADS={cores}")
-    elif launched > 1 and launched * threads > cores:
-        best = max(1, cores // launched)
-        yield Finding("threads", "slow", f"{text}, in each of {launched} processes", f"set OMP_NUM_THREADS={best}")
-    else:
-        yield Finding("threads", "ok", text, "set OMP_NUM_THREADS to change it, such as for several processes")
-    busy = os.getloadavg()[0]
-    if threads > 1 and busy + threads > cores + 1:  # each parallel step waits for its slowest thread
-        text = f"other processes use {busy:.1f} of {cores} cores: torch's threads wait for each other"
-        do = f"wait for them, or set OMP_NUM_THREADS={max(1, round(cores - busy))}"
-        yield Finding("load", "slow", text, do)
-    for name, text in (
-        ("CUDA_LAUNCH_BLOCKING", "torch waits for every kernel"),
-        ("TRITON_INTERPRET", "Triton kernels run in Python"),
-    ):
-        if os.environ.get(name, "0") not in ("", "0"):
-            yield Finding(name, "slow", text, f"unset {name}")
+        return Finding("threads", "slow", f"{text}: too many", f"set OMP_NUM_THREADS={cores}")
+    return Finding("threads", "ok", text, "set OMP_NUM_THREADS to change it, such as for several processes")

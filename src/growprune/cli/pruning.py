@@ -132,20 +132,19 @@ def _load(folder: Path, length: int) -> tuple[Any, Any, int]:
     logging.disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise GrowpruneError(f"{folder} has no config.json. Give the folder of a model of transformers")
+    what = "config"
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise GrowpruneError(f"transformers cannot read the model in {folder}: {error}") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise GrowpruneError(f"{folder} holds a {config.model_type} model, which has no causal language model head")
-    try:
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise GrowpruneError(f"{folder} holds a {config.model_type} model, which has no causal language model head")
+        what = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise GrowpruneError(f"{folder} has no tokenizer that transformers can load. Save one there") from error
-    try:
+        what = "model"
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
-    except (ValueError, OSError) as error:
-        raise GrowpruneError(f"transformers cannot load the model in {folder}: {error}") from error
+    except GrowpruneError:
+        raise
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise GrowpruneError(f"transformers cannot load the {what} in {folder}: {error}") from error
     return model, tokenizer, min(length, getattr(model.config, "max_position_embeddings", None) or length)
 
 

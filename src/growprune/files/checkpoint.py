@@ -66,8 +66,7 @@ def load(checkpoint: Path) -> dict[str, Any]:
     if wrong:
         raise GrowpruneError(f"checkpoint {checkpoint} is damaged: {', '.join(wrong)} has changed since it was written")
     try:
-        state = decode(json.loads((checkpoint / FILES[1]).read_text()), load_file(checkpoint / FILES[0]))
-        return dict(state)
+        return dict(decode(json.loads((checkpoint / FILES[1]).read_text()), load_file(checkpoint / FILES[0])))
     except (SafetensorError, OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise GrowpruneError(f"checkpoint {checkpoint} is damaged ({error}), although its digests match") from error
 

@@ -1,4 +1,4 @@
-"""Convert weights between formats: growprune, dense safetensors, folders of transformers, ONNX, OpenVINO.
+"""Convert weights between formats: growprune, dense safetensors, folders of transformers, ONNX.
 
 Without the model's code, only names and shapes are known: a tensor with two or more dimensions is a matrix. It is
 sparse if the source has a mask for it, or if at least 5 % of it is zero.
@@ -20,36 +20,26 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.disk import replacing
-from growprune.files.exporters import to_dense, to_openvino, write_dense
+from growprune.files.exporters import to_dense, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
-from growprune.files.model_card import write_model_card
 from growprune.files.onnx_export import export_onnx
 from growprune.files.pretrained import build_with_example, save_pretrained
-from growprune.files.quantized import check_values
 from growprune.files.weights_file import weights_file
-from growprune.files.writer import rewrite_as_int8
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
 from growprune.sparse.model import SparseModel, named_tensors
 
-FORMATS = ("sparse", "dense", "hf", "onnx", "openvino")
+FORMATS = ("sparse", "dense", "hf", "onnx")
 """The formats that can be written."""
 
-SUFFIXES = {".onnx": "onnx", ".xml": "openvino", "": "hf"}
+SUFFIXES = {".onnx": "onnx", "": "hf"}
 
 MAX_GLOBS = 1000
 """The most globs that may name the matrices of a model without code. Each is matched against all names."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json", "growprune.json")
 """The endings of files in a folder that are not copied."""
-
-
-@dataclass(frozen=True)
-class Matrix:
-    name: str
-    shape: tuple[int, ...]
-    alive: int
 
 
 @dataclass(frozen=True)
@@ -65,8 +55,8 @@ class Converted:
     dest_bytes: int
     dense_bytes: int
     """The bytes of all tensors when dense."""
-    matrices: tuple[Matrix, ...]
-    """The sparse matrices."""
+    matrices: dict[str, dict[str, Any]]
+    """The shape and the number of live weights of each sparse matrix, by name."""
     sparsity: float
     """The sparsity of these matrices."""
     notes: tuple[str, ...]
@@ -79,7 +69,6 @@ def convert(
     to: str | None = None,
     model: nn.Module | None = None,
     example: Any = None,
-    values: str | None = None,
     sparse: bool = False,
     force: bool = False,
 ) -> Converted:
@@ -88,31 +77,26 @@ def convert(
     Args:
         source: a file or folder that growprune or another tool wrote; see `growprune.files.importers.read`.
         to: one of FORMATS; by default chosen by the name of `dest`. A .safetensors is sparse, unless the source is.
-        model: the model of the weights, for ONNX and OpenVINO, unless the source is a folder of transformers. It also
+        model: the model of the weights, for ONNX, unless the source is a folder of transformers. It also
             defines which weights are prunable.
-        example: an input of the model, for ONNX and OpenVINO.
-        values: for a sparse file, "int8" stores weights in 8 bits; see `growprune.save`. By default as they are.
+        example: an input of the model, for ONNX.
         sparse: for ONNX, store only the non-zero weights; see `growprune.export_onnx`.
         force: allow `dest` to be replaced; if it is a link, its target.
     """
     source, dest = Path(source), Path(dest)
     found = read(source)
     to = to or target_by_name(dest, found.format)
-    check_values(values)
     if to not in FORMATS:
         raise GrowpruneError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
-    if values is not None and to != "sparse":
-        raise GrowpruneError(f"values={values!r} is for sparse files, but the destination is {to}: use --to sparse")
     if sparse and to != "onnx":
         raise GrowpruneError(f"--sparse is for ONNX, but the destination is {to}: use a name that ends with .onnx")
-    is_graph = to in ("onnx", "openvino")
-    if is_graph and model is None and (source / "config.json").is_file():
+    if to == "onnx" and model is None and (source / "config.json").is_file():
         model, found_example = build_with_example(source)
         example = found_example if example is None else example
-    if is_graph and (model is None or example is None):
+    if to == "onnx" and (model is None or example is None):
         raise GrowpruneError(
-            f"{to} is a graph and needs the model's code: pass --model and --example-shape (1,128:int for "
-            f"integers), or a --model that returns the model and an example"
+            "onnx is a graph and needs the model's code: pass --model and --example-shape (1,128:int for integers), or "
+            "a --model that returns the model and an example"
         )
     _check_dest(source, dest, to, force)
     notes = list(found.notes)
@@ -125,26 +109,26 @@ def convert(
     if to == "hf" and not source.is_dir() and not hasattr(model, "save_pretrained"):
         notes.append("the folder has no config.json: add that of the model, transformers needs it")
     before, sparsity, dense_bytes = num_bytes(source), found.sparsity, found.dense_bytes
-    matrices = [Matrix(name, tuple(m.shape), int(m.count_nonzero())) for name, m in sorted(found.masks.items())]
+    masks = sorted(found.masks.items())
+    matrices = {name: {"shape": [*mask.shape], "alive": int(mask.count_nonzero())} for name, mask in masks}
     dest.parent.mkdir(parents=True, exist_ok=True)
     if to == "sparse" and found.format == "growprune" and model is None:
-        _write_again(weights_file(source), dest, values)
+        with weights_file(source).open("rb") as opened, replacing(dest) as written:  # with its settings
+            shutil.copyfileobj(opened, written)
     elif to == "dense" and model is None:
         write_dense(found.tensors, found.aliases, dest)
     else:
         filled = bare_sparse_model(found, str(source)) if model is None else _filled(found, source, model)
         if to == "sparse":
-            file.save(filled, dest, values=values)
+            file.save(filled, dest)
         elif to == "dense":
             to_dense(filled, dest)
         elif to == "hf":
             _write_folder(filled, source, dest)
-        elif to == "onnx":
-            export_onnx(filled, dest, example, sparse=sparse)
         else:
-            to_openvino(filled, dest, example)
+            export_onnx(filled, dest, example, sparse=sparse)
     sizes = before, num_bytes(dest), dense_bytes
-    return Converted(source, dest, found.format, to, *sizes, tuple(matrices), sparsity, tuple(notes))
+    return Converted(source, dest, found.format, to, *sizes, matrices, sparsity, tuple(notes))
 
 
 def target_by_name(dest: Path, format: str) -> str:
@@ -155,7 +139,7 @@ def target_by_name(dest: Path, format: str) -> str:
         return "dense" if format == "growprune" else "sparse"
     if dest.suffix not in SUFFIXES:
         raise GrowpruneError(
-            f"the name {dest} does not say which format to write: use the ending .safetensors, .onnx or .xml, or none "
+            f"the name {dest} does not say which format to write: use the ending .safetensors or .onnx, or none "
             f"for a folder, or choose one of {', '.join(FORMATS)}"
         )
     return SUFFIXES[dest.suffix]
@@ -165,12 +149,11 @@ def num_bytes(path: Path) -> int:
     """Return the bytes of a file (with the weights beside a graph), or of all files in a folder."""
     if path.is_dir():
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    beside = {".xml": path.with_suffix(".bin"), ".onnx": path.with_name(f"{path.name}.data")}.get(path.suffix)
-    return path.stat().st_size + (beside.stat().st_size if beside is not None and beside.is_file() else 0)
+    beside = path.with_name(f"{path.name}.data")
+    return path.stat().st_size + (beside.stat().st_size if path.suffix == ".onnx" and beside.is_file() else 0)
 
 
 def _check_dest(source: Path, dest: Path, to: str, force: bool) -> None:
-    """Raise if the destination must not be replaced."""
     if dest.exists() and dest.resolve() == source.resolve():
         raise GrowpruneError(f"{dest} is the source itself: use another destination")
     if os.path.lexists(dest) and not force:
@@ -184,15 +167,6 @@ def _check_dest(source: Path, dest: Path, to: str, force: bool) -> None:
     models = ("model.safetensors", "config.json", "growprune.json", "model.safetensors.index.json")
     if dest.is_dir() and any(dest.iterdir()) and not any((dest / name).is_file() for name in models):
         raise GrowpruneError(f"{dest} is a folder without a model, so it is not replaced: use another name")
-
-
-def _write_again(source: Path, dest: Path, values: str | None) -> None:
-    """Write a sparse file with its settings, which no name says. It was checked when it was read."""
-    if values is not None and not any("scales_crc32" in about for about in file.manifest(source)["tensors"].values()):
-        rewrite_as_int8(source, dest)
-        return
-    with source.open("rb") as read, replacing(dest) as written:
-        shutil.copyfileobj(read, written)
 
 
 def _filled(found: Imported, source: Path, model: nn.Module) -> SparseModel:
@@ -219,13 +193,8 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     if (count := len(include) + len(keep_dense)) > MAX_GLOBS:
         raise GrowpruneError(f"{where} has matrices with {count} kinds of names, more than {MAX_GLOBS}: pass --model")
     model = bare_model(found.tensors, found.aliases)
-    sparse = SparseModel(
-        model,
-        sparsity=min(found.sparsity, 1 - 2**-53),
-        allocation="global",
-        include=include,
-        keep_dense=keep_dense,
-    )
+    sparsity = min(found.sparsity, 1 - 2**-53)
+    sparse = SparseModel(model, sparsity, allocation="global", include=include, keep_dense=keep_dense)
     first = first_names(model)  # a tensor of several names may come first under another one
     masks = {first[name]: pack(found.masks.pop(name)) for name in [*found.masks]}  # which are large, and held twice
     state = sparse.state_dict()
@@ -254,12 +223,11 @@ def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:
     dest, token = dest.resolve(), secrets.token_hex(4)
     new, old = dest.with_name(f".{dest.name}.{token}.tmp"), dest.with_name(f".{dest.name}.{token}.old")
     try:
-        save_pretrained(sparse, new, model_card=False)
+        save_pretrained(sparse, new)
         if source.is_dir():
             for path in sorted(source.iterdir()):  # the config, the tokenizer and others beside the weights
                 if path.is_file() and not path.name.endswith(WEIGHTS) and not (new / path.name).exists():
                     shutil.copyfile(path, new / path.name)
-        write_model_card(sparse, new, file.manifest(weights_file(new)), name=dest.name)
         if dest.exists():
             dest.replace(old)
         new.replace(dest)

@@ -101,10 +101,7 @@ def read_json(path: Path, names: Names, remedy: str) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically. nan and infinity become null."""
-    try:
-        text = json.dumps(value, indent=2, allow_nan=False)
-    except ValueError:
-        text = json.dumps(finite(value), indent=2, allow_nan=False)
+    text = json.dumps(finite(value), indent=2, allow_nan=False)
     with replacing(path) as file:
         file.write(f"{text}\n".encode())
 

@@ -1,6 +1,6 @@
-"""Export sparse models to OpenVINO and dense safetensors, with exact zeros; onnx_export.py: to ONNX.
+"""Export sparse models to dense safetensors, with exact zeros, and what exports to ONNX share (onnx_export.py).
 
-The exports are as large and as fast as the dense model. Files are written completely or not at all.
+Files are written completely or not at all.
 """
 
 from __future__ import annotations
@@ -14,32 +14,15 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from growprune.errors import GrowpruneError, need
-from growprune.files.disk import meant, replacing, sync
+from growprune.errors import GrowpruneError
+from growprune.files.disk import replacing, sync
 from growprune.files.manifest import DTYPES
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import is_compact, tensors_of
 from growprune.sparse.model import SparseModel
-
-
-def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], example: Any) -> None:
-    """Write OpenVINO's IR: the graph to PATH, which ends with .xml, and the weights to a .bin file beside it.
-
-    Args:
-        example: an input of the model, or a tuple of them.
-    """
-    if Path(path).suffix != ".xml":
-        raise GrowpruneError(f"the path of OpenVINO's IR must end with .xml, got {path}")
-    path = meant(Path(path))
-    openvino = need("openvino", "openvino", "growprune needs the package openvino to write OpenVINO's IR")
-    with plain(model) as module, to_be_moved(path) as folder, quiet():
-        example = example[0] if isinstance(example, tuple) and len(example) == 1 else example
-        converted = openvino.convert_model(module, example_input=example)
-        openvino.save_model(converted, folder / path.name, compress_to_fp16=False)
 
 
 def to_dense(model: SparseModel | nn.Module, path: str | os.PathLike[str]) -> None:
@@ -77,17 +60,18 @@ def plain(model: SparseModel | nn.Module) -> Iterator[nn.Module]:
 
 
 @contextlib.contextmanager
-def quiet(logger: str = "") -> Iterator[None]:
-    """Silence a logger, and the warnings of exporters about themselves and Python code in the model."""
-    logged = logging.getLogger(logger or __name__)
-    level = logged.level
-    logged.setLevel(logging.CRITICAL)
+def quiet(*loggers: str) -> Iterator[None]:
+    """Silence loggers, and the warnings of exporters about themselves and Python code in the model."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
     try:
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logged.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
-from growprune.files.quantized import QUANTIZABLE, scale_shape
 from growprune.masks.bits import MAX_EXPANSION, num_outside
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
@@ -68,10 +67,6 @@ class Entry:
     """The checksum of the mask, for a prunable parameter."""
     gaps: Gaps | None = None
     """The gaps, if the mask is stored as gaps."""
-    scales_crc32: int | None = None
-    """The checksum of the scales, if the values are int8."""
-    error: float = 0.0
-    """The error of int8 values, relative to the norm of the values."""
 
     @property
     def numel(self) -> int:
@@ -82,25 +77,9 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
     @property
-    def stored_dtype(self) -> torch.dtype:
-        """The dtype of the values in the file."""
-        return self.dtype if self.scales_crc32 is None else torch.int8
-
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        return scale_shape(self.shape, transposed=self.weights[0].transposed, stacked=self.is_stacked)
-
-    @property
     def num_value_bytes(self) -> int:
-        """The bytes of values and scales in the file."""
-        alive = self.nnz if self.weights else self.numel
-        return alive * self.stored_dtype.itemsize + (
-            0 if self.scales_crc32 is None else 4 * math.prod(self.scale_shape)
-        )
-
-    @property
-    def is_stacked(self) -> bool:
-        return bool(self.weights) and len(self.weights[0].shape) < len(self.shape)
+        """The bytes of the values in the file."""
+        return (self.nnz if self.weights else self.numel) * self.dtype.itemsize
 
     @property
     def num_outside(self) -> int:
@@ -121,13 +100,11 @@ class Entry:
         if self.mask_crc32 is not None:
             about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
             about["transposed"] = self.weights[0].transposed
-            if self.is_stacked:
+            if len(self.weights[0].shape) < len(self.shape):
                 about["stacked"] = True
             about |= {"target": self.target, "nnz": self.nnz, "mask_crc32": self.mask_crc32}
             if self.gaps is not None:
                 about["gaps"] = [GAP_DTYPES[self.gaps.dtype], self.gaps.length]
-        if self.scales_crc32 is not None:
-            about |= {"scales_crc32": self.scales_crc32, "error": self.error}
         return about
 
 
@@ -141,19 +118,13 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     dtype, crc = dtypes[about["dtype"]], whole(about["crc32"])
     if "matrices" not in about:
         return Entry(name, shape, dtype, crc)
-    weights, nnz, scales, error, gaps = _parse_matrices(name, shape, about), whole(about["nnz"]), None, 0.0, None
+    weights, nnz, gaps = _parse_matrices(name, shape, about), whole(about["nnz"]), None
     if (target := about["target"]) is not None and not (type(target) in (int, float) and 0 <= target <= 1):
         raise GrowpruneError(f"{name} has a target of {str(target)[:20]}")
-    if "scales_crc32" in about:
-        scales, error = whole(about["scales_crc32"]), about["error"]
-        if dtype not in QUANTIZABLE or not weights:
-            raise GrowpruneError(f"{name} has int8 values for {dtype}")
-        if not isinstance(error, float) or not 0 <= error < math.inf:
-            raise GrowpruneError(f"{name} has an error of {str(error)[:20]}")
     if "gaps" in about:
         kind, length = about["gaps"]
         gaps = Gaps({text: dtype for dtype, text in GAP_DTYPES.items()}[kind], whole(length))
-    entry = Entry(name, shape, dtype, crc, weights, target, nnz, whole(about["mask_crc32"]), gaps, scales, error)
+    entry = Entry(name, shape, dtype, crc, weights, target, nnz, whole(about["mask_crc32"]), gaps)
     if not entry.num_outside <= nnz <= entry.numel:
         raise GrowpruneError(f"{name} has {nnz} live weights of {entry.numel}")
     if gaps is not None and not entry.is_sparse:

@@ -39,7 +39,6 @@ def export_onnx(
     example: Any,
     *,
     sparse: bool = False,
-    dynamic: bool = True,
     **options: Any,
 ) -> None:
     """Write an ONNX graph, with exactly the zeros of the model. The batch may have any size, and texts any length.
@@ -49,8 +48,8 @@ def export_onnx(
         path: the file to write, such as model.onnx.
         example: an input, a tuple of positional arguments or a dict of keyword arguments.
         sparse: store only the non-zero weights. Runtimes make the weights dense when they load the file.
-        dynamic: False fixes all shapes to those of the example.
-        options: further arguments of `torch.onnx.export`, such as dynamic_shapes.
+        options: further arguments of `torch.onnx.export`. dynamic_shapes=None fixes all shapes to those of the
+            example.
 
     Examples:
         >>> import tempfile
@@ -64,7 +63,7 @@ def export_onnx(
     need("onnxscript", "onnx", "growprune needs the package onnxscript to write ONNX")
     with plain(model) as module, to_be_moved(path) as folder:
         tensors = tensors_of(module)[0]
-        graph = _exported(module, example, dynamic, options).model_proto
+        graph = _exported(module, example, options).model_proto
         _check_counts(graph.graph, tensors, path)
         for node in graph.graph.node:
             del node.metadata_props[:]  # the lines of Python it comes from, with paths of this machine
@@ -74,22 +73,24 @@ def export_onnx(
         _check_sparse(onnx.load(folder / path.name), expected, path)
 
 
-def _exported(module: nn.Module, example: Any, dynamic: bool, options: dict[str, Any]) -> Any:
+def _exported(module: nn.Module, example: Any, options: dict[str, Any]) -> Any:
     """Return the ONNXProgram: with a dynamic batch and length if the model can, else with the shapes of the example."""
+    example = example if isinstance(example, dict | tuple) else (example,)
+    attempts = [(example, options)]
+    if "dynamic_shapes" not in options:
+        shapes = pytree.tree_map(_dynamic_sizes, example)
+        attempts.insert(0, (pytree.tree_map(_of_dynamic_sizes, example), {**options, "dynamic_shapes": shapes}))
     config = getattr(module, "config", None)
     had_cache = getattr(config, "use_cache", None)
-    if config is not None and had_cache is not None:
-        config.use_cache = False  # past keys and values are no tensors
-    attempts = [(example, options)]
-    if dynamic and "dynamic_shapes" not in options:
-        shapes = pytree.tree_map(_dynamic_sizes, example if isinstance(example, dict) else _as_tuple(example))
-        enlarged = pytree.tree_map(_of_dynamic_sizes, example)
-        attempts.insert(0, (enlarged, {**options, "dynamic_shapes": shapes}))
     failed: Exception | None = None
     try:
+        if config is not None and had_cache is not None:
+            config.use_cache = False  # past keys and values are no tensors
         for given, chosen in attempts:
+            args, kwargs = ((), given) if isinstance(given, dict) else (given, None)
             try:
-                program = _export(module, given, chosen)
+                with quiet("torch.onnx._internal.exporter._registration", "onnxscript", "torch.export"):
+                    program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, verbose=False, **chosen)
             except Exception as error:  # whatever exporters raise, in pages
                 failed = error
                 continue
@@ -104,16 +105,6 @@ def _exported(module: nn.Module, example: Any, dynamic: bool, options: dict[str,
         f"torch.onnx.export failed on {type(module).__name__} ({_in_a_line(failed)}): give an example that the model "
         f"takes, or another --to"
     ) from failed
-
-
-def _export(module: nn.Module, example: Any, options: dict[str, Any]) -> Any:
-    args, kwargs = ((), example) if isinstance(example, dict) else (_as_tuple(example), None)
-    with quiet(), quiet("torch.onnx._internal.exporter._registration"), quiet("onnxscript"), quiet("torch.export"):
-        return torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, verbose=False, **options)
-
-
-def _as_tuple(example: Any) -> tuple[Any, ...]:
-    return example if isinstance(example, tuple) else (example,)
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -67,7 +67,10 @@ class OnnxModel(nn.Module):
         super().__init__()
         self.path, self.opset = path, _opset(model)
         known = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
-        known |= {one.values.name: _dense(one) for one in model.graph.sparse_initializer}
+        for one in model.graph.sparse_initializer:  # whose indices are those of the flat array, or of each axis
+            values, indices = numpy_helper.to_array(one.values), numpy_helper.to_array(one.indices)
+            dense = known[one.values.name] = np.zeros(list(one.dims), values.dtype)
+            dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
         given = [one for one in model.graph.input if one.name not in known]
         self.inputs = {one.name: copy.deepcopy(one.type.tensor_type) for one in given}
         self.outputs = [one.name for one in model.graph.output]
@@ -201,16 +204,6 @@ def _dtype(kind: int) -> torch.dtype:
     return _tensor(np.zeros(0, helper.tensor_dtype_to_np_dtype(kind))).dtype
 
 
-def _dense(sparse: Any) -> Any:
-    """A sparse initializer as an array. Its indices are those of the flat array, or of each axis."""
-    from onnx import numpy_helper
-
-    values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
-    dense = np.zeros(list(sparse.dims), values.dtype)
-    dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
-    return dense
-
-
 def _is_float(array: Any) -> bool:
     return bool(array.dtype.kind == "f" or array.dtype.name == "bfloat16")
 
@@ -221,7 +214,6 @@ def _by_name(node: Any, found: Sequence[Any]) -> dict[str, Any]:
 
 
 def _in_numpy(node: Any, values: Sequence[Any], opset: int) -> list[Any]:
-    """Compute a node as onnx itself does."""
     from onnx.reference import ReferenceEvaluator
 
     if node.op_type == "GatherElements":  # onnx's own fails on some shapes
@@ -310,27 +302,10 @@ def _ints(value: Any) -> list[int]:
     return [int(one) for one in np.asarray(value).reshape(-1)]
 
 
-def _divide(a: Tensor, b: Tensor) -> Tensor:
-    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
-
-
-def _power(x: Tensor, exponent: Tensor) -> Tensor:
-    return torch.pow(x, exponent).to(x.dtype)
-
-
-def _batch_norm(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    *,
-    epsilon: float = 1e-5,
-    training_mode: int = 0,
-    **_: Any,
-) -> Tensor:
+def _batch_norm(x: Tensor, *stored: Tensor, epsilon: float = 1e-5, training_mode: int = 0, **_: Any) -> Tensor:
     if training_mode:
         raise GrowpruneError("the ONNX file has a BatchNormalization in training mode: export it in eval mode")
+    scale, shift, mean, var = stored
     return F.batch_norm(x, mean, var, scale, shift, eps=epsilon)
 
 
@@ -361,11 +336,6 @@ def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
 def _reshape(x: Tensor, shape: Any, *, allowzero: int = 0) -> Tensor:
     sizes = _ints(shape)
     return x.reshape([x.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(sizes)])
-
-
-def _flatten(x: Tensor, *, axis: int = 1) -> Tensor:
-    axis = axis if axis >= 0 else axis + x.dim()
-    return x.reshape(x.shape[:axis].numel(), x.shape[axis:].numel())
 
 
 def _unsqueeze(x: Tensor, axes: Any) -> Tensor:
@@ -458,8 +428,8 @@ ALIKE_IN_TORCH = (
 LAYERS: Mapping[str, Operation] = {"Conv": _conv, "Gemm": _gemm, "MatMul": _gemm}
 OF_TENSORS: Mapping[str, Operation] = {
     **{name: getattr(torch, name.lower()) for name in ALIKE_IN_TORCH},
-    "Div": _divide,
-    "Pow": _power,
+    "Div": lambda a, b: a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc"),
+    "Pow": lambda x, exponent: torch.pow(x, exponent).to(x.dtype),
     "Min": lambda *xs: functools.reduce(torch.minimum, xs),
     "Max": lambda *xs: functools.reduce(torch.maximum, xs),
     "Equal": torch.eq,
@@ -500,7 +470,7 @@ OPERATIONS: dict[str, Any] = {
     "Clip": _clip,
     "Cast": lambda x, to, **_: x.to(_dtype(to)),
     "Reshape": _reshape,
-    "Flatten": _flatten,
+    "Flatten": lambda x, axis=1: x.reshape(x.shape[:axis].numel(), x.shape[axis:].numel()),
     "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_ints(axes)),
     "Unsqueeze": _unsqueeze,
     "Transpose": lambda x, perm=None: x.permute(perm or [*reversed(range(x.dim()))]),

@@ -3,7 +3,6 @@
     config.json, ...        written by the model's own `save_pretrained`, if it has one, as in transformers
     model.safetensors       the dense weights with zeros, for other tools (in several files if large)
     growprune.safetensors   the same model as a sparse file with its masks, for growprune
-    README.md               a model card
     growprune.json          the SHA-256 of the dense files, to detect later changes
 
 The sparse file has a second copy of the live weights, not only the masks: transformers may store a model differently
@@ -29,22 +28,19 @@ from torch.nn.parameter import is_lazy
 from growprune.errors import GrowpruneError, shorten
 from growprune.files import sparse_file as file
 from growprune.files.disk import replacing
-from growprune.files.model_card import write_model_card
-from growprune.files.reader import is_ours, open_safetensors
+from growprune.files.manifest import FORMAT
+from growprune.files.reader import open_safetensors
 from growprune.files.weights_file import ABOUT, DENSE, SPARSE, digest_of, sparse_file
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import tensors_of
 from growprune.sparse.model import SparseModel, check_sparse_model
 
 
-def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str], *, model_card: bool = True) -> None:
+def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str]) -> None:
     """Write a folder that transformers' `from_pretrained` loads dense and `growprune.from_pretrained` loads sparse.
 
     For a model without its own `save_pretrained`, the dense weights are in `model.safetensors`, which
     `safetensors.torch.load_model` reads. With compact storage, saving needs memory for a dense copy of the model.
-
-    Args:
-        model_card: write README.md with the sparsity, the sizes and how to load it, unless you have written one.
     """
     check_sparse_model(sparse, "save_pretrained")
     folder = Path(folder)
@@ -62,8 +58,6 @@ def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str], *, mode
         state, names = sparse.model.state_dict(), tensors_of(sparse.model)[0]
         with replacing(folder / DENSE) as written:
             write_safetensors(written, {name: state[name].detach() for name in names}, {"format": "pt"})
-    if model_card:
-        write_model_card(sparse, folder, file.manifest(folder / SPARSE))
     dense = sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
     about = {"format": 1, "dense": {path.name: digest_of(path) for path in dense}}
     with replacing(folder / ABOUT) as written:
@@ -102,7 +96,7 @@ def _check_not_sparse(folder: Path, remedy: str) -> None:
     if not path.is_file():
         return
     with open_safetensors(path) as handle:
-        if is_ours(handle):
+        if (handle.metadata() or {}).get("format") == FORMAT:
             raise GrowpruneError(
                 f"{path} is a sparse file of growprune under the name of transformers' dense weights, and only "
                 f"growprune can read it: {remedy}"

@@ -26,7 +26,6 @@ from growprune.files.manifest import (
     read_metadata,
     whole,
 )
-from growprune.files.quantized import dequantize
 from growprune.masks.bits import from_gaps, num_bits, num_mask_bytes, pack, row_major, unpack
 from growprune.masks.layers import dense_shape, is_compact, prunable_weights, tensors_of
 from growprune.masks.patterns import parse_pattern
@@ -110,21 +109,10 @@ class SparseFile:
         tensor = self._checked(name, entry.crc32, f"values of {entry.name}")
         return tensor.view(-1) if entry.weights else tensor
 
-    def live(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """Return the live values of a prunable parameter in its dtype, in row-major order, and its mask as bits.
-
-        Both are checked, and views of the file where possible; int8 values are dequantized.
-        """
-        bits, values = self.bits(entry), self.values(entry)
-        if entry.scales_crc32 is None:
-            return values, bits
-        scales = self._checked(f"{entry.name}.scales", entry.scales_crc32, f"scales of {entry.name}")
-        return dequantize(values, scales, unpack(bits, entry.shape), entry.dtype), bits
-
     def dense(self, entry: Entry) -> Tensor:
         if not entry.weights:
             return self.values(entry).clone()
-        values, bits = self.live(entry)
+        bits, values = self.bits(entry), self.values(entry)
         if not entry.is_sparse:
             return values.view(entry.shape).clone()
         dense, mask = torch.empty(entry.numel, dtype=values.dtype), torch.empty(entry.numel, dtype=torch.bool)
@@ -141,7 +129,7 @@ class SparseFile:
         def checked(entry: Entry) -> tuple[Tensor, Tensor | None]:
             if not entry.weights:
                 return self.values(entry), None
-            values, bits = self.live(entry)
+            bits, values = self.bits(entry), self.values(entry)
             return (padded_copy(values), padded_copy(bits)) if copied else (values, bits)
 
         return self.each(checked)
@@ -194,9 +182,7 @@ class SparseFile:
         """Raise unless the file has exactly the tensors of the manifest, with its dtypes and shapes."""
         expected: dict[str, tuple[str, list[int]]] = {}
         for entry in self.entries.values():
-            dtype = DTYPES[entry.stored_dtype]
-            if entry.scales_crc32 is not None:
-                expected[f"{entry.name}.scales"] = "F32", list(entry.scale_shape)
+            dtype = DTYPES[entry.dtype]
             if entry.is_sparse:
                 expected[f"{entry.name}.values"] = dtype, [entry.nnz]
                 if entry.gaps is None:
@@ -234,11 +220,6 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         ) from None
     with handle:
         yield handle
-
-
-def is_ours(handle: Any) -> bool:
-    """True if growprune saved an open safetensors file."""
-    return bool((handle.metadata() or {}).get("format") == FORMAT)
 
 
 @contextlib.contextmanager

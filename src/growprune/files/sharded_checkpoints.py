@@ -56,9 +56,8 @@ def save_sharded_checkpoint(
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} already has a checkpoint: use a new folder, such as state-{{iteration}}")
     place = None if cursor is None else cursor.state_dict()
-    if place is not None and (place.get("base") is not None or place["rule"]):
-        # a fork holds copies of whole parts, which would have to be checkpointed on every rank
-        raise GrowpruneError("a sharded model cannot be checkpointed inside a fork, or inside a phase with a rule")
+    if place is not None and place["rule"]:
+        raise GrowpruneError("a sharded model cannot be checkpointed inside a phase with a rule")
     averages = {f"averages.{name}": average for name, average in sparse.gradients.averages.items()}
     masks = {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in sparse.stored.items()}
     gradients = {  # for the next edit; in a sharded model, the part of each rank
@@ -109,8 +108,14 @@ def load_sharded_checkpoint(
     index = _read_index(folder)
     if differing := sorted(set(index["alive"]) ^ set(sparse.stored)):
         raise GrowpruneError(f"{folder} belongs to another model: only one of the two has {differing[0]}")
-    if optimizer is not None and index["optimizer"] is not None:
-        _check_optimizer(folder, sparse, optimizer, index["optimizer"])
+    if optimizer is not None and (saved := index["optimizer"]) is not None:
+        if saved["kind"] != (mine := type(optimizer).__name__):
+            has = f"{folder} has the state of {saved['kind']}, but the optimizer is {mine}"
+            raise GrowpruneError(f"{has}: resume with the same optimizer")
+        names = _names(sparse)
+        groups = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+        if groups != [group["params"] for group in saved["groups"]]:
+            raise GrowpruneError(f"{folder} has other parameter groups than the optimizer: resume with the same groups")
     if cursor is not None and (index["cursor"] is None or not cursor.is_place(index["cursor"])):
         raise GrowpruneError(f"{folder} has no state of this plan: pass the cursor of the plan that it was saved with")
     masks = {
@@ -148,7 +153,6 @@ def newest_sharded_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Read the index of a checkpoint."""
     path, remedy = folder / INDEX, "resume from a complete checkpoint (gp.newest_sharded_checkpoint finds it)"
     if not path.is_file():
         why = "its checkpoint is incomplete" if folder.is_dir() else "the folder does not exist"
@@ -221,18 +225,6 @@ def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any
             "plain": {k: v for k, v in entries.items() if not isinstance(v, Tensor)},
         }
     return {"kind": type(optimizer).__name__, "groups": groups, "states": states}
-
-
-def _check_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
-    if index["kind"] != type(optimizer).__name__:
-        raise GrowpruneError(
-            f"{folder} has the state of {index['kind']}, but the optimizer is {type(optimizer).__name__}: resume with "
-            f"the same optimizer"
-        )
-    names = _names(sparse)
-    mine = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-    if mine != [group["params"] for group in index["groups"]]:
-        raise GrowpruneError(f"{folder} has other parameter groups than the optimizer: resume with the same groups")
 
 
 def prepare_optimizer(sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:

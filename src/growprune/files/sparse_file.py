@@ -22,20 +22,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
+def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     """Write a sparse model to a file, atomically: on failure, an existing file is unchanged.
 
     The file is read back and checked before it is renamed to `path`. If the model is sharded, all ranks must call it.
     The first rank writes, and holds at most one tensor of the model at a time.
-
-    Args:
-        values: "int8" stores prunable weights in 8 bits with one scale per output row; by default in their own dtype.
-            Loading converts them back. `growprune inspect` shows the error.
     """
     check_sparse_model(sparse, "save")
     sparse.notice_shards()
     check_finished(sparse)
-    write_file(sparse, path, values=values)
+    write_file(sparse, path)
 
 
 def load(
@@ -57,8 +53,7 @@ def load(
         model: a model of the same class, with any weights.
         storage: how sparse weights are stored; see SparseModel. It may differ from that of the saved model.
         mapped: with compact storage, keep live values memory-mapped to the file, which is faster, and copy them when
-            training writes to them. Of int8 values, only the masks stay in the file. No process may write into the
-            file meanwhile. `save` is safe: it replaces the file.
+            training writes to them. No process may write into the file meanwhile. `save` is safe: it replaces the file.
         mesh: shard the model over its ranks, each unit as soon as it is filled; needs storage="compact".
         sharding: further arguments of `SparseModel.shard`.
     """
@@ -75,27 +70,17 @@ def load(
         if mesh is None:
             sparse.restore(tensors, keep=is_compact)
         else:
-            _restore_sharded(sparse, tensors, mesh, sharding or {})
+            from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
+
+            shards = UnitByUnit(sparse, mesh, **(sharding or {}))
+            names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
+            for module in reversed(list(sparse.model.modules())):  # inner ones first
+                own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
+                sparse.restore_some({name: tensors[name] for name in own if name in tensors})
+                shards.done(module)
+            sparse.notice_shards()
         sparse.skip(file.num_edits)
     return sparse
-
-
-def _restore_sharded(
-    sparse: SparseModel,
-    tensors: Mapping[str, tuple[Tensor, Tensor | None]],
-    mesh: DeviceMesh,
-    sharding: Mapping[str, Any],
-) -> None:
-    """Fill a model from views of a file, and shard each unit as soon as it is filled."""
-    from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
-
-    shards = UnitByUnit(sparse, mesh, **sharding)
-    names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
-    for module in reversed(list(sparse.model.modules())):  # inner ones first
-        own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
-        sparse.restore_some({name: tensors[name] for name in own if name in tensors})
-        shards.done(module)
-    sparse.notice_shards()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -132,11 +117,8 @@ class StoredTensor:
     """The number of live elements; all of them if it is not prunable."""
     num_bytes: int
     """The bytes of values and mask in the file."""
-    dense_bytes: int
     state: Literal["ok", "damaged"]
     """The result of the check: "ok" if its bytes match the saved checksums."""
-    error: float | None = None
-    """The norm of what int8 values changed, relative to the norm of the values; None if they are as they were."""
 
     @property
     def sparsity(self) -> float:
@@ -153,19 +135,20 @@ def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
     with open_sparse(path) as file:
         found = []
         for entry in file.entries.values():
-            num_bytes, error = entry.num_value_bytes, None if entry.scales_crc32 is None else entry.error
+            state: Literal["ok", "damaged"] = "ok"
+            try:
+                file.values(entry)
+                if entry.weights:
+                    file.bits(entry)
+            except GrowpruneError:
+                state = "damaged"
+            num_bytes = entry.num_value_bytes
             if entry.gaps is not None:
                 num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
             elif entry.is_sparse:
                 num_bytes += num_mask_bytes(entry.weights, file.pattern)
-            state: Literal["ok", "damaged"] = "ok"
-            try:
-                file.live(entry) if entry.weights else file.values(entry)
-            except GrowpruneError:
-                state = "damaged"
             alive = entry.nnz if entry.weights else entry.numel
-            about = (entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes)
-            found.append(StoredTensor(*about, state, error))
+            found.append(StoredTensor(entry.name, entry.shape, bool(entry.weights), alive, num_bytes, state))
         return found
 
 

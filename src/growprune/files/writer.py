@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,21 +14,10 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.disk import replacing
-from growprune.files.manifest import (
-    DTYPES,
-    GAP_DTYPES,
-    Entry,
-    Gaps,
-    bytes_of,
-    check_blocks,
-    crc32,
-    write_metadata,
-)
-from growprune.files.quantized import check_values, quantize, rows_of_live
+from growprune.files.manifest import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, crc32, write_metadata
 from growprune.files.reader import open_sparse
 from growprune.masks.bits import encode_mask, whole
 from growprune.masks.layers import prunable_weights, tensors_of
-from growprune.masks.patterns import Pattern
 from growprune.sparse.cursor import cursor_of
 from growprune.sparse.model import SparseModel, sparse_model_of
 from growprune.sparse.summary import targets
@@ -41,63 +29,40 @@ MISSED = 0.01
 """How far a model may be from its target sparsity without a warning. Some methods miss it by a few weights."""
 
 
-def write_file(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
+def write_file(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     """Write a sparse model to a file as `save` does, without the warning about an unfinished plan.
 
     Only prunable tensors are copied. If the model is sharded, all ranks must call it.
-
-    Args:
-        values: "int8" to store the values of prunable parameters in 8 bits.
     """
-    if values is not None:
-        check_values(values)
-    warn_of_unsaved(sparse.model)
+    for name, module in sparse.model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            what = f"the extra state of {name or 'the model'} ({type(module).__name__})"
+            warn(f"{what} is not saved: a sparse file holds only parameters and buffers")
     sparse.notice_shards()
-    int8 = () if values is None else {weight.parameter for weight in sparse.weights}
-    if sparse.ranks is None:
-        _write_all(Path(path), _each_stored(sparse, int8), _settings(sparse))
-    else:
-        _write_sharded(sparse, Path(path), sparse.ranks, int8)
-
-
-def rewrite_as_int8(source: Path, path: Path) -> None:
-    """Write a sparse file again, with the values of all prunable parameters in 8 bits."""
-    with open_sparse(source) as file:
-
-        def each() -> Iterator[tuple[Entry, dict[str, Tensor]]]:
-            for name, entry in file.entries.items():
-                if entry.weights:
-                    (values, _), mask = file.live(entry), file.mask(entry)
-                    bare = Entry(name, entry.shape, entry.dtype, 0, entry.weights, entry.target)
-                    yield _encoded(bare, values, mask, file.pattern, is_int8=True)
-                else:
-                    yield entry, {name: file.values(entry)}
-
-        _write_all(path, each(), file.manifest)
-
-
-def _write_all(path: Path, stored: Iterable[tuple[Entry, dict[str, Tensor]]], settings: Mapping[str, Any]) -> None:
+    if sparse.ranks is not None:
+        _write_sharded(sparse, Path(path), sparse.ranks)
+        return
     entries: list[Entry] = []
     tensors: dict[str, Tensor] = {}
-    for entry, parts in stored:
+    for entry, parts in _each_stored(sparse):
         entries.append(entry)
         tensors |= parts
-    with replacing(path) as file:
-        write_safetensors(file, tensors, write_metadata(settings, entries))
+    with replacing(Path(path)) as file:
+        write_safetensors(file, tensors, write_metadata(_settings(sparse), entries))
         _check_written(file, entries)
 
 
-def _write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collection[str] = ()) -> None:
+def _write_sharded(sparse: SparseModel, path: Path, ranks: Ranks) -> None:
     """Write the file of a sharded model from its first rank, one tensor at a time. All ranks must call it.
 
     Tensors are gathered twice: for their checksums, which come first in the file, and to write them.
     """
     entries: list[Entry] = []
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for entry, parts in _each_stored(sparse, int8):
+    for entry, parts in _each_stored(sparse):
         entries.append(entry)
         shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
-    walk = _each_stored(sparse, int8)
+    walk = _each_stored(sparse)
     failed: Exception | None = None
     if ranks.is_first:
         try:
@@ -128,7 +93,7 @@ def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
     assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{file.name} was written wrongly"
 
 
-def _each_stored(sparse: SparseModel, int8: Collection[str]) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
+def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
     """Yield each tensor of the model: its entry, and the tensors stored in the file. All ranks iterate together."""
     sparse.check()
     check_blocks(sparse.pattern)
@@ -145,31 +110,18 @@ def _each_stored(sparse: SparseModel, int8: Collection[str]) -> Iterator[tuple[E
             aim = [aims[weight.name] for weight in weights]
             target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
             mask, values = stored.mask(), stored.to_live(stored.parameter.detach())
-            bare = Entry(name, tuple(mask.shape), tensor.dtype, 0, weights, target)
-            yield _encoded(bare, values, mask, sparse.pattern, is_int8=name in int8)
+            size = tensor.dtype.itemsize
+            bits, gaps = encode_mask(mask, weights, sparse.pattern, size, name, value_bytes=values.nbytes)
+            in_file, about_gaps = (bits, None) if gaps is None else (gaps, Gaps(gaps.dtype, gaps.numel()))
+            about = (tuple(mask.shape), tensor.dtype, crc32(values), weights, target, values.numel(), crc32(in_file))
+            entry = Entry(name, *about, about_gaps)
+            if entry.is_sparse:
+                yield entry, {f"{name}.values": values, entry.mask_name: in_file}
+            else:
+                yield entry, {name: values.view(entry.shape)}
         else:
             tensor = whole(tensor)
             yield Entry(name, tuple(tensor.shape), tensor.dtype, crc32(tensor)), {name: tensor}
-
-
-def _encoded(
-    bare: Entry, values: Tensor, mask: Tensor, pattern: Pattern, *, is_int8: bool
-) -> tuple[Entry, dict[str, Tensor]]:
-    """Return the complete entry of a prunable parameter, and its tensors in the file."""
-    name, parts = bare.name, {}
-    entry = replace(bare, nnz=values.numel())
-    if is_int8:
-        shape = entry.scale_shape
-        values, scales, error = quantize(values, rows_of_live(mask, shape), math.prod(shape), name)
-        entry, parts = replace(entry, scales_crc32=crc32(scales), error=error), {f"{name}.scales": scales.view(shape)}
-    value_bytes = entry.num_value_bytes
-    bits, gaps = encode_mask(mask, entry.weights, pattern, entry.dtype.itemsize, name, value_bytes=value_bytes)
-    in_file = bits if gaps is None else gaps
-    about_gaps = None if gaps is None else Gaps(gaps.dtype, gaps.numel())
-    entry = replace(entry, crc32=crc32(values), mask_crc32=crc32(in_file), gaps=about_gaps)
-    if not entry.is_sparse:
-        return entry, {name: values.view(entry.shape), **parts}
-    return entry, {f"{name}.values": values, entry.mask_name: in_file, **parts}
 
 
 def _settings(sparse: SparseModel) -> dict[str, Any]:
@@ -184,13 +136,6 @@ def _settings(sparse: SparseModel) -> dict[str, Any]:
         "num_edits": sparse.editor.num_edits,
         "aliases": tensors_of(sparse.model)[1],
     }
-
-
-def warn_of_unsaved(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            what = f"the extra state of {path or 'the model'} ({type(module).__name__})"
-            warn(f"{what} is not saved: a sparse file holds only parameters and buffers")
 
 
 def check_finished(model: SparseModel | nn.Module, done: str = "saved") -> None:

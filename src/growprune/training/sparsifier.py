@@ -232,12 +232,8 @@ class Sparsifier:
         """Count the live weights per layer and in total, and FLOPs if given an example input. Print it for a table."""
         return replace(self.sparse.summary(example), about=self.description)
 
-    def save(self, path: str | os.PathLike[str], *, values: str | None = None) -> None:
-        """Write the sparse model to a file; `growprune.load` reads it. Warn if the loop did not match the plan.
-
-        Args:
-            values: "int8" stores weights in 8 bits; see `growprune.save`.
-        """
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sparse model to a file; `growprune.load` reads it. Warn if the loop did not match the plan."""
         total, late = self.cursor.num_iterations, self.cursor.num_steps_after
         if late:
             warn(
@@ -250,7 +246,7 @@ class Sparsifier:
                 f"the model is saved before the end of its plan of {total} iterations ({missed}): pass iterations=, "
                 f"the number of steps of your loop"
             )
-        write_file(self.sparse, path, values=values)
+        write_file(self.sparse, path)
 
     def to_dense_(self) -> nn.Module:
         """Turn the model back into a plain module with zeros. To prune it further, `sparsify` it again."""
