@@ -18,8 +18,7 @@ from growprune.tasks.translation.transformer import (
     EOS,
     PAD,
     Attention,
-    DecoderLayer,
-    EncoderLayer,
+    Layer,
     Transformer,
     sinusoids,
 )
@@ -90,18 +89,18 @@ def fed_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def test_an_encoder_layer_is_pre_norm() -> None:
-    layer, x = EncoderLayer(SMALL), torch.randn(4, 8)
+    layer, x = Layer(SMALL, is_decoder=False), torch.randn(4, 8)
     y = x + attended(layer.self_attention, normed(x), normed(x), is_causal=False)
     found = layer(x[None], torch.ones(1, 1, 1, 4, dtype=torch.bool))
     torch.testing.assert_close(found[0], fed_forward(layer, y))
 
 
 def test_a_decoder_layer_is_pre_norm_and_does_not_normalise_the_source() -> None:
-    layer, x, memory = DecoderLayer(SMALL), torch.randn(4, 8), 5 + 3 * torch.randn(6, 8)
+    layer, x, memory = Layer(SMALL, is_decoder=True), torch.randn(4, 8), 5 + 3 * torch.randn(6, 8)
     y = x + attended(layer.self_attention, normed(x), normed(x), is_causal=True)
     y = y + attended(layer.cross_attention, normed(y), memory, is_causal=False)
     mask = torch.ones(1, 1, 1, 6, dtype=torch.bool)
-    found = layer(x[None], *layer.cross_attention.keys_values(memory[None]), mask)
+    found = layer(x[None], mask, layer.cross_attention.keys_values(memory[None]))
     torch.testing.assert_close(found[0], fed_forward(layer, y))
 
 
