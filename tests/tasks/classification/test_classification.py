@@ -104,7 +104,7 @@ def test_validation_images_are_the_same_whatever_the_batches(data: str) -> None:
 
 
 def test_the_test_split_is_the_val_folder(data: str, files: list[tuple[bytes, int, bool]]) -> None:
-    task = small(data, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), channels_last=False)
+    task = small(data, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
     expected = [np.array(Image.open(io.BytesIO(content))) for content, _, is_test in files if is_test]
     recorder = Recorder()
     task.evaluate(recorder, "test", device=CPU)

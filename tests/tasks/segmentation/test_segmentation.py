@@ -155,12 +155,11 @@ class Oracle(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("votes", [1, 3])
-def test_a_model_that_knows_has_all_and_one_wrong_category_costs_its_share(folder: Path, votes: int) -> None:
-    task = small(data=str(folder), votes=votes)
+def test_a_model_that_knows_has_all_and_one_wrong_category_costs_its_share(folder: Path) -> None:
+    task = small(data=str(folder))
     model = Oracle()
     assert task.evaluate(model, "test", device=CPU) == dict.fromkeys(("instance_miou", "class_miou", "accuracy"), 100)
-    assert model.num_seen == 9 * votes
+    assert model.num_seen == 9
     # a bag has two parts: with the other one always predicted, both have 0
     metrics = task.evaluate(Oracle(wrong=1), "test", device=CPU)
     assert metrics == pytest.approx(dict.fromkeys(metrics, 200 / 3))
@@ -191,12 +190,6 @@ def test_the_loss_is_the_mean_cross_entropy_over_shapes(folder: Path) -> None:
     torch.testing.assert_close(task.loss(model, batch), torch.stack(losses).mean())
     probabilities = model(*batch[:2]).softmax(2).gather(2, batch[2].unsqueeze(2))
     torch.testing.assert_close(task.loss(model, batch), -probabilities.log().mean())
-
-
-def test_without_normals_the_same_points_have_three_numbers(folder: Path) -> None:
-    with_normals, without = (batches_of(small(data=str(folder), use_normals=use)) for use in (True, False))
-    assert without[0][0].shape == (2, 32, 3)
-    assert torch.equal(with_normals[0][0][..., :3], without[0][0])
 
 
 # The cache

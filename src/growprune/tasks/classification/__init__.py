@@ -58,8 +58,6 @@ class Classification(ImageTask):
     """Decode all images once and keep them on the device. For small images of one size, with crop="padded"."""
     workers: int = 16
     """Processes that decode images, at most one per core. 0: decode in the training process."""
-    channels_last: bool = True
-    """On a GPU, use the channels-last memory format, which suits tensor cores."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     """Mean of each channel, for values in [0, 1]."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -131,7 +129,7 @@ class Classification(ImageTask):
         for pixels, labels in self._read(groups, None, device):
             is_good = labels != UNREADABLE
             pixels, labels = pixels[is_good], labels[is_good]
-            inputs = self._inputs(images.normalised(pixels, self.mean, self.std))
+            inputs = _inputs(images.normalised(pixels, self.mean, self.std))
             sums += score(model(inputs).float(), labels)
             count += len(labels)
         check_split(count, self.data, split)
@@ -188,15 +186,16 @@ class Classification(ImageTask):
             pixels = images.shifted(pixels, torch.randint(end, (count, 2), generator=random, device=device))
         values = images.normalised(pixels, self.mean, self.std)
         if not self.mixup:
-            return self._inputs(values), labels
+            return _inputs(values), labels
         share = float(np.random.default_rng((seed, number)).beta(self.mixup, self.mixup))
         values = images.mixed(values, share)
-        return self._inputs(values), labels, labels.roll(1), torch.full((count,), share, device=device)
+        return _inputs(values), labels, labels.roll(1), torch.full((count,), share, device=device)
 
-    def _inputs(self, values: Tensor) -> Tensor:
-        inputs = values.permute(0, 3, 1, 2)  # (B, 3, H, W)
-        # On a CPU, torch 2.13 may crash in the backward pass of narrow convolutions if channels are innermost.
-        return inputs if self.channels_last and inputs.is_cuda else inputs.contiguous()
+
+def _inputs(values: Tensor) -> Tensor:
+    inputs = values.permute(0, 3, 1, 2)  # (B, 3, H, W), where channels stay innermost, which suits tensor cores
+    # On a CPU, torch 2.13 may crash in the backward pass of narrow convolutions if channels are innermost.
+    return inputs if inputs.is_cuda else inputs.contiguous()
 
 
 def score(logits: Tensor, labels: Tensor) -> Tensor:

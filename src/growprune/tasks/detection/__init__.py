@@ -41,8 +41,6 @@ class Detection(ImageTask):
     """Training images used for validation if there is no labelled test split. `val` is then the test split."""
     zoom_out: float = 1.0
     """Half of the training images are placed on a canvas up to this many times as large per side. 1: no zoom."""
-    jitter: float = 1.0
-    """Strength of colour jitter in training. 0: none."""
     workers: int = 4
     """Processes that decode images, if they do not fit in memory."""
 
@@ -50,7 +48,7 @@ class Detection(ImageTask):
     initialises_modules = True
 
     def __post_init__(self) -> None:
-        least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
+        least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "workers": 0}
         check_fields(self, least=least)
 
     def build_model(self) -> nn.Module:
@@ -96,7 +94,7 @@ class Detection(ImageTask):
     ) -> Batch:
         views = distortions.draw_views(generator, boxes, labels, zoom_out=self.zoom_out)
         mirrored = torch.from_numpy(generator.random(len(boxes)) < 0.5)
-        colours = distortions.draw_colours(generator, len(boxes), strength=self.jitter)
+        colours = distortions.draw_colours(generator, len(boxes))
         boxes, labels = distortions.crop_boxes(boxes, labels, views, mirrored)
         views, mirrored, colours, boxes, labels = (
             tensor.to(pixels.device, non_blocking=True) for tensor in (views, mirrored, colours, boxes, labels)

@@ -18,7 +18,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIN_IOUS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.0, 0.0)
 """Minimum IoU of a crop with some object. 0.0 is no minimum, and the last 0.0 keeps the whole picture."""
 NUM_TRIES = 50
-BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.125, 0.5, 0.5, 0.05
+MAX_CHANGES = (0.125, 0.5, 0.5, 0.05)
+"""The largest change of brightness, contrast, saturation and hue."""
 LUMA = (0.299, 0.587, 0.114)
 RGB_TO_YIQ = (LUMA, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 
@@ -114,10 +115,9 @@ def _weights(ends: Tensor, length: Tensor, num_pixels: int) -> Tensor:
     return weights.where(inside.unsqueeze(2), 0)
 
 
-def draw_colours(generator: np.random.Generator, number: int, *, strength: float) -> Tensor:
+def draw_colours(generator: np.random.Generator, number: int) -> Tensor:
     """Draw a 3 x 3 colour matrix (brightness, saturation, hue) and a contrast for each picture, (B, 10)."""
-    wide = np.array((BRIGHTNESS, CONTRAST, SATURATION, HUE)) * strength
-    brightness, contrast, saturation, hue = (generator.uniform(-1, 1, (number, 4)) * wide).T
+    brightness, contrast, saturation, hue = (generator.uniform(-1, 1, (number, 4)) * MAX_CHANGES).T
     angle = 2 * np.pi * hue
     turn = np.zeros((number, 3, 3))
     turn[:, 0, 0] = 1

@@ -33,16 +33,14 @@ NUM_CENTRES = (512, 128)
 
 
 class PointNet2(nn.Module):
-    """Predicts logits of parts, (B, N, num_parts), from points (B, N, inputs), xyz first, and categories (B,).
+    """Predicts logits of parts, (B, N, num_parts), from points (B, N, 6), xyz and normals, and categories (B,).
 
     Args:
         width: scales all numbers of channels.
         detail: scales the numbers of centres and of neighbours.
     """
 
-    def __init__(
-        self, *, inputs: int, num_categories: int, num_parts: int, width: float, detail: float, dropout: float
-    ) -> None:
+    def __init__(self, *, num_categories: int, num_parts: int, width: float, detail: float, dropout: float) -> None:
         super().__init__()
         self.num_categories = num_categories
 
@@ -52,12 +50,12 @@ class PointNet2(nn.Module):
         def scales(full: Sequence[Scale]) -> list[Scale]:
             return [Scale(s.radius, scaled(s.num_neighbours, detail), wide(*s.widths)) for s in full]
 
-        self.sa1 = SetAbstraction(inputs, scaled(NUM_CENTRES[0], detail), scales(SA1))
+        self.sa1 = SetAbstraction(6, scaled(NUM_CENTRES[0], detail), scales(SA1))
         self.sa2 = SetAbstraction(self.sa1.outputs, scaled(NUM_CENTRES[1], detail), scales(SA2))
         self.sa3 = GlobalAbstraction(self.sa2.outputs, wide(256, 512, 1024))
         self.fp3 = FeaturePropagation(self.sa2.outputs + self.sa3.outputs, wide(256, 256))
         self.fp2 = FeaturePropagation(self.sa1.outputs + self.fp3.outputs, wide(256, 128))
-        self.fp1 = FeaturePropagation(num_categories + 3 + inputs + self.fp2.outputs, wide(128, 128))
+        self.fp1 = FeaturePropagation(num_categories + 3 + 6 + self.fp2.outputs, wide(128, 128))
         (hidden,) = wide(128)
         self.conv1 = nn.Conv1d(self.fp1.outputs, hidden, 1, bias=False)
         self.bn1 = nn.BatchNorm1d(hidden)

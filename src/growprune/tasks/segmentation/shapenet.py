@@ -57,7 +57,7 @@ VERSION = "3"
 """Version of the cache. Increase it when reading changes."""
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Points (B, N, 3 or 6), categories (B,), and the part of each point (B, N)."""
+"""Points (B, N, 6), categories (B,), and the part of each point (B, N)."""
 Floats = NDArray[np.float32]
 Root = Path | zipfile.Path
 UNREADABLE = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
