@@ -101,8 +101,8 @@ def read_annotations(source: Path, folder: Path) -> tuple[dict[int, str], tuple[
             raise GrowpruneError(f"{source} has no list {name!r}. A COCO file has images, annotations and categories")
     images, categories = (_by_id(content[name], name, source) for name in ("images", "categories"))
     for identity, image in images.items():
-        if not isinstance(name := image.get("file_name"), str):
-            raise GrowpruneError(f"{source}: image {identity}: file_name must be a string, got {name!r}")
+        if not isinstance(file := image.get("file_name"), str):
+            raise GrowpruneError(f"{source}: image {identity}: file_name must be a string, got {file!r}")
         if min(_whole(image, side, f"{source}: image {identity}: ") for side in ("width", "height")) < 1:
             raise GrowpruneError(f"{source}: image {identity} has {image['width']} x {image['height']} pixels")
     labels = {identity: label for label, identity in enumerate(sorted(categories), start=1)}  # without gaps
