@@ -66,4 +66,4 @@ MEASURED = {
 """Our own results. A test compares them with experiments/."""
 
 RECIPES = recipes("detection-coco", coco(), ROWS)
-RECIPES |= recipes("detection-bccd", bccd(), ROWS, like="Like {}, on bccd/", measured=MEASURED, hardware="one GPU")
+RECIPES |= recipes("detection-bccd", bccd(), ROWS, like="Like {}, on bccd/", measured=MEASURED)

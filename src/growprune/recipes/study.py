@@ -140,14 +140,16 @@ def recipes(
     *,
     like: str = "",
     measured: Mapping[str, str] | None = None,
-    hardware: str = "machines of 8 V100",
 ) -> dict[str, Callable[[], Recipe]]:
     """All recipes of a study, by full name.
 
     Args:
-        like: what the recipe of a small study claims; `{}` is the row of the paper, without its figure.
+        like: what the recipe of a study of our own claims, which fits on one GPU; `{}` is the row of the paper, without
+            its figure.
         measured: our own results by full name. Each claim says its result, or that it was not measured.
     """
+
+    hardware = "one GPU" if like else "machines of 8 V100"
 
     def build(row: str, about: Row) -> Recipe:
         full, (claim, baseline) = f"{name}/{row}", (about, None) if isinstance(about, str) else about

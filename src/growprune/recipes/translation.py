@@ -93,6 +93,4 @@ MEASURED = {
 """Our own results. A test compares them with experiments/."""
 
 RECIPES = recipes("translation-wmt14", wmt14(), ROWS)
-RECIPES |= recipes(
-    "translation-multi30k", multi30k(), ROWS, like="Like {}, on multi30k/", measured=MEASURED, hardware="one GPU"
-)
+RECIPES |= recipes("translation-multi30k", multi30k(), ROWS, like="Like {}, on multi30k/", measured=MEASURED)

@@ -79,7 +79,10 @@ class PartSegmentation(Task):
             state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]
             generator = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
             points, categories, labels = shapes.draw(indices.to(device), self.num_points, generator)
-            yield self._augment(points, generator), categories, labels
+            draws = torch.rand(len(points), 1, 4, generator=generator, device=device)
+            low, high = self.scale
+            xyz = points[..., :3] * (low + (high - low) * draws[..., :1]) + self.shift * (2 * draws[..., 1:] - 1)
+            yield torch.cat([xyz, points[..., 3:]], 2), categories, labels
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         points, categories, labels = batch
@@ -97,9 +100,3 @@ class PartSegmentation(Task):
         instance, by_class = shapenet.mean_ious(torch.cat(ious), whole[1])
         accuracy = float(torch.cat(accuracies).mean())
         return {"instance_miou": 100 * instance, "class_miou": 100 * by_class, "accuracy": 100 * accuracy}
-
-    def _augment(self, points: Tensor, generator: torch.Generator) -> Tensor:
-        draws = torch.rand(len(points), 1, 4, generator=generator, device=points.device)
-        low, high = self.scale
-        xyz = points[..., :3] * (low + (high - low) * draws[..., :1]) + self.shift * (2 * draws[..., 1:] - 1)
-        return torch.cat([xyz, points[..., 3:]], 2)

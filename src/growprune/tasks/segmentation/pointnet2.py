@@ -205,23 +205,17 @@ def ball_query(distances: Tensor, radius: float, num_neighbours: int) -> Tensor:
     return torch.where(index < num_points, index, index[..., :1])  # (B, S, num_neighbours)
 
 
-def three_nearest(xyz: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the three nearest known points of each point, and weights in proportion to 1 / squared distance.
-
-    >>> index, weights = three_nearest(torch.tensor([[[0.0, 0, 0]]]), torch.tensor([[[1.0, 0, 0], [0, 2.0, 0]]]))
-    >>> index.tolist(), [round(w, 3) for w in weights.flatten().tolist()]
-    ([[[0, 1]]], [0.8, 0.2])
-    """
-    distances, index = squared_distances(xyz, known).topk(min(3, known.shape[1]), largest=False)
-    closeness = 1 / (distances + 1e-8)
-    return index, closeness / closeness.sum(-1, keepdim=True)  # (B, N, 3) both
-
-
 def interpolate(xyz: Tensor, known: Tensor, features: Tensor) -> Tensor:
-    """Interpolate features at points from the features of known points."""
+    """Interpolate features at points from the three nearest known points, weighted by 1 / squared distance.
+
+    >>> interpolate(torch.zeros(1, 1, 3), torch.tensor([[[1.0, 0, 0], [0, 2.0, 0]]]), torch.tensor([[[10.0], [20.0]]]))
+    tensor([[[12.]]])
+    """
     if known.shape[1] == 1:
         return features.expand(-1, xyz.shape[1], -1)
     with torch.no_grad():
-        index, weights = three_nearest(xyz, known)
+        distances, index = squared_distances(xyz, known).topk(min(3, known.shape[1]), largest=False)
+        closeness = 1 / (distances + 1e-8)
+        weights = closeness / closeness.sum(-1, keepdim=True)  # (B, N, 3), like the index
     weighted = rows(features, index) * weights.to(features.dtype).unsqueeze(-1)
     return weighted.sum(2).to(features.dtype)  # (B, N, C); under autocast, sums are float32
