@@ -64,5 +64,3 @@ RECIPES = {
     f"digits/{recipe.__name__.replace('_', '-')}": recipe
     for recipe in (dense, cyclic_90, gradual_90, parallel_90, one_shot_90, tiny)
 }
-
-MEASURED: dict[str, str] = {}

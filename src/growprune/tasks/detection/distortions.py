@@ -36,19 +36,14 @@ def draw_views(generator: np.random.Generator, boxes: Tensor, labels: Tensor, *,
     factor[generator.random(len(boxes)) < 0.5] = 1.0
     start = -generator.random((len(boxes), 2)) * (factor - 1)
     canvas = torch.from_numpy(np.concatenate((start, start + factor), 1)).float()
-    crops = _draw_crops(generator, seen_from(canvas, boxes), labels)
-    sides = (canvas[:, 2:] - canvas[:, :2]).repeat(1, 2)
-    return canvas[:, :2].repeat(1, 2) + crops * sides
 
-
-def _draw_crops(generator: np.random.Generator, boxes: Tensor, labels: Tensor) -> Tensor:
-    """Draw crops of each picture, and take the first that has the centre of an object and enough IoU with one."""
-    shape = (len(boxes), NUM_TRIES)
+    # Draw crops of each canvas, and take the first that has the centre of an object and enough IoU with one.
+    boxes, shape = seen_from(canvas, boxes), (len(boxes), NUM_TRIES)
     mode = generator.integers(len(MIN_IOUS), size=shape)
     is_whole = mode == len(MIN_IOUS) - 1
     size = np.where(is_whole[..., None], 1.0, generator.uniform(0.3, 1.0, (*shape, 2)))
-    start = generator.random((*shape, 2)) * (1 - size)
-    crops = torch.from_numpy(np.concatenate((start, start + size), 2)).float()  # (B, T, 4)
+    corner = generator.random((*shape, 2)) * (1 - size)
+    crops = torch.from_numpy(np.concatenate((corner, corner + size), 2)).float()  # (B, T, 4)
     present = (labels > 0).unsqueeze(1)
     least = torch.tensor(MIN_IOUS)[torch.from_numpy(mode)].unsqueeze(2)
     overlaps = (iou(crops, boxes) >= least) & present  # (B, T, M)
@@ -57,7 +52,9 @@ def _draw_crops(generator: np.random.Generator, boxes: Tensor, labels: Tensor) -
     good = torch.from_numpy(is_whole) | (fits & overlaps.any(2) & has_centre)
     first = good.byte().argmax(1)
     chosen = crops[torch.arange(len(crops)), first]
-    return chosen.where(good.any(1, keepdim=True), torch.tensor((0.0, 0.0, 1.0, 1.0)))
+    chosen = chosen.where(good.any(1, keepdim=True), torch.tensor((0.0, 0.0, 1.0, 1.0)))
+    sides = (canvas[:, 2:] - canvas[:, :2]).repeat(1, 2)
+    return canvas[:, :2].repeat(1, 2) + chosen * sides
 
 
 def _contains(crops: Tensor, boxes: Tensor) -> Tensor:

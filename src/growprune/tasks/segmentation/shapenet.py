@@ -101,24 +101,18 @@ class Shapes:
 def load(data: str) -> dict[str, Shapes]:
     """Read the three splits, once per process."""
     source = find(data, ".", layout=LAYOUT)
-    if (source / NAME / INDEX).is_file():
-        source = source / NAME
-    root: Root = source
-    if not source.is_dir():
-        try:
-            root = zipfile.Path(source)
-        except (zipfile.BadZipFile, OSError) as error:
-            raise GrowpruneError(
-                f"{source} is not a folder or a valid zip file ({error}). Expected {LAYOUT}"
-            ) from error
-        root = root / NAME if (root / NAME / INDEX).exists() else root
+    try:
+        root: Root = source if source.is_dir() else zipfile.Path(source)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise GrowpruneError(f"{source} is not a folder or a valid zip file ({error}). Expected {LAYOUT}") from error
+    root = root / NAME if (root / NAME / INDEX).exists() else root
     if not (root / INDEX).exists():
         raise GrowpruneError(f"{data} has no {INDEX}. Expected {LAYOUT}")
     entries = {split: _read_list(data, name, root) for split, name in SPLITS.items()}
     bad = BadRecords(data, len(entries["train"]))
     shapes = {}
     for split in SPLITS:
-        read = []
+        read: list[tuple[Floats, int]] = []
         for entry in entries[split]:
             try:
                 read.append(_read_shape(entry, root))
