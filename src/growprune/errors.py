@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import warnings
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 PACKAGE = Path(__file__).parent
@@ -62,7 +61,11 @@ def need(module: str, extra: str, why: str) -> Any:
 
 def warn(message: str) -> None:
     """Warn as `warnings.warn` does, at the innermost line outside growprune and torch."""
-    frame = _users_frame(sys._getframe(1))
+    torch = sys.modules.get("torch")  # it calls our hooks
+    packages = {PACKAGE} if torch is None else {PACKAGE, Path(str(torch.__file__)).parent}
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not packages.isdisjoint(Path(frame.f_code.co_filename).parents):
+        frame = frame.f_back
     scope = frame.f_globals
     warnings.warn_explicit(
         message,
@@ -72,12 +75,3 @@ def warn(message: str) -> None:
         module=scope.get("__name__", "<unknown>"),
         registry=scope.setdefault("__warningregistry__", {}),
     )
-
-
-def _users_frame(frame: FrameType) -> FrameType:
-    """Return the first frame outside growprune and torch. Torch is skipped because it calls our hooks."""
-    torch = sys.modules.get("torch")
-    packages = {PACKAGE} if torch is None else {PACKAGE, Path(str(torch.__file__)).parent}
-    while frame.f_back is not None and not packages.isdisjoint(Path(frame.f_code.co_filename).parents):
-        frame = frame.f_back
-    return frame

@@ -29,14 +29,3 @@ def test_the_formulas_are_within_an_eighth_of_what_was_measured(scale: dict[str,
     ratios = [float(line.split("|")[-2]) for line in list(scale["checked"]())[2:]]
     assert len(ratios) == 7
     assert all(7 / 8 < ratio < 9 / 8 for ratio in ratios)
-
-
-def test_stored_weights_are_the_dense_part_and_the_live_ones_of_the_others(scale: dict[str, Any]) -> None:
-    assert scale["Setting"](0.9, kappa=4).live == pytest.approx(0.325)
-    assert scale["Setting"]().live == 1
-
-
-def test_a_rank_receives_what_the_others_hold(scale: dict[str, Any]) -> None:
-    model, setting = scale["Model"]("tiny", 1, 10), scale["Setting"](0.9, kappa=4, ranks=4)
-    assert scale["gathered_bytes"](model, setting) == pytest.approx(8 * 1200 * 0.325 * 3 / 4)
-    assert scale["gathered_bytes"](model, scale["Setting"]()) == 0

@@ -54,21 +54,6 @@ def test_the_coupon_collector_of_ten_weights_needs_29_steps() -> None:
     assert expected_random_but_the_last(2) == 2  # the second draw must be the other one
 
 
-def test_the_chance_that_all_weights_are_seen_is_that_of_counting_the_draws() -> None:
-    from ten_weights import probability_all_seen
-
-    assert probability_all_seen(2, n=2) == 1 / 2  # of aa, ab, ba, bb
-    assert probability_all_seen(3, n=2) == 6 / 8  # all but aaa and bbb
-    assert probability_all_seen(3, n=3) == pytest.approx(6 / 27)
-    assert probability_all_seen(9, n=10) == pytest.approx(0, abs=1e-12)
-
-
-def test_cyclic_gap_trains_each_of_ten_weights_in_exactly_ten_steps() -> None:
-    from ten_weights import cyclic
-
-    assert [cyclic(seed) for seed in range(3)] == [10, 10, 10]
-
-
 def test_random_exploration_takes_as_long_as_the_coupon_collector() -> None:
     from ten_weights import random_weights
 
@@ -157,14 +142,6 @@ def test_the_mask_error_of_a_step_is_of_the_weights_just_before_its_pruning() ->
 # Proposition 1
 
 
-def test_the_fit_finds_a_floor_and_a_slope() -> None:
-    from proposition import fit
-
-    rounds = [4, 16, 64]
-    floor, c, explained = fit(rounds, [0.5 + 3 / math.sqrt(q) for q in rounds])
-    assert (floor, c, explained) == (pytest.approx(0.5), pytest.approx(3), pytest.approx(1))
-
-
 def test_the_gradient_counts_dead_weights_too() -> None:
     from proposition import Blocks, Problem
 
@@ -223,41 +200,6 @@ def test_the_gradient_falls_with_more_rounds_to_a_floor_ordered_by_delta() -> No
 # What the experiments share
 
 
-def test_the_learning_rate_has_a_cosine_from_each_restart_to_the_next() -> None:
-    from common import lr_curve
-
-    model = nn.Linear(4, 1)
-    S = gp.Partition.contiguous(model, 1)
-    plan = gp.methods.one_shot(S, sparsity=0.5, epochs=2, finetune=4)
-    cursor = gp.Cursor(gp.SparseModel(model, sparsity=0.5, allocation="uniform"), plan, iterations_per_epoch=1)
-    half = (1 + math.cos(math.pi / 3)) / 2
-    assert lr_curve(cursor, warmup=1) == pytest.approx([1 / 2, 1, 1 / 2, 1, half, 1 - half])
-
-
-def test_average_and_peak_weigh_phases_by_their_iterations() -> None:
-    from common import Trace
-
-    trace = Trace(100, live=[(0, 1.0), (0, 0.2), (3, 0.6), (4, 0.2)], iterations=5)
-    assert trace.peak == 0.6  # all lived only before the first iteration
-    assert trace.average == pytest.approx((3 * 0.2 + 0.6 + 0.2) / 5)
-
-
-def test_ranks_correlate_by_their_order_alone() -> None:
-    from live_weights import rank_correlation
-
-    assert rank_correlation([1.0, 2.0, 9.0], [0.1, 0.2, 0.3]) == pytest.approx(1)
-    assert rank_correlation([1.0, 2.0, 9.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
-    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(math.sqrt(3) / 2)
-
-
-def test_kept_results_give_their_average_of_live_weights() -> None:
-    from live_weights import kept
-
-    rows = {(row["study"], row["row"]): row for row in kept()}
-    assert len(rows) == 31
-    assert rows["classification-cifar10", "dense"]["average"] == 1
-
-
 def test_plans_that_grow_and_plans_that_do_not_hold_equally_much_at_their_peak() -> None:
     from deep_tasks import DeepDigits
     from growth import arms, peak_density
@@ -271,16 +213,6 @@ def test_plans_that_grow_and_plans_that_do_not_hold_equally_much_at_their_peak()
     assert peaks["rising, never growing, equal peak"] == pytest.approx(growing, abs=0.01)
     assert peaks["rising, never growing, equal start"] == pytest.approx(0.3, abs=0.01)
     assert peaks["never growing, from dense (GMP)"] == 1
-
-
-def test_rising_prunes_in_a_cubic_and_ends_at_its_target() -> None:
-    from growth import rising
-
-    model = three_layers()
-    plan = rising(gp.Partition.per_layer(model), sparsity=0.9, start=0.5, iterations=8, every=3)
-    first, *between, last = plan
-    assert [phase.edits[0].to for phase in between] == [0.5, pytest.approx(0.9 - 0.4 / 8)]
-    assert (first.edits[0].to, last.edits[0].to, last.iterations) == (0.5, 0.9, 2)
 
 
 # The scripts and the page

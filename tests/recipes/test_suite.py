@@ -26,17 +26,6 @@ def test_the_tables_of_the_second_edition_are_those_of_the_stored_runs(defaults:
     assert defaults.PAGE.read_text() == defaults.page(), "run python experiments/defaults.py --write"
 
 
-def test_runs_are_picked_by_settings_that_are_said_or_usual(defaults: Any) -> None:
-    runs = [
-        {"cell": "cifar10", "name": "gmp", "seed": 1, "settings": {"optimizer.lr": "0.4"}},
-        {"cell": "cifar10", "name": "gmp", "seed": 0, "settings": {"optimizer.lr": "0.4", "cost_power": "0.1"}},
-        {"cell": "cifar10", "name": "gmp", "seed": 0, "settings": {"optimizer.lr": "0.4", "clip": "1"}},
-        {"cell": "cifar10", "name": "gmp", "seed": 2, "settings": {"optimizer.lr": "0.2"}},
-    ]
-    assert defaults.pick(runs, "cifar10", "gmp", "0.4") == [runs[2], runs[0]]
-    assert defaults.pick(runs, "cifar10", "gmp", "0.4", cost_power="0.1") == [runs[1]]
-
-
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(EXPERIMENTS)
@@ -63,12 +52,6 @@ def test_a_run_is_missing_unless_there_is_a_result_of_the_same_settings(suite: A
     line = {"asked": runs[1].asked, "seed": 1}
     assert suite.missing(runs, [line]) == [runs[0], *runs[2:]]
     assert suite.missing(runs, [{**line, "asked": {**runs[1].asked, "epochs": 5}}]) == runs
-
-
-def test_cells_of_one_model_train_dense_once(suite: Any) -> None:
-    runs = suite.all_runs(["shakespeare-90", "shakespeare-80"], ["dense"], [0])
-    assert [run.cell.name for run in runs] == ["shakespeare-90", "shakespeare-80"]
-    assert suite.missing(runs, []) == runs[:1]
 
 
 def test_a_stopped_run_is_resumed_and_its_command_gives_the_same_numbers(suite: Any, tmp_path: Path) -> None:
@@ -145,13 +128,6 @@ def test_rows_are_compared_seed_by_seed_above_zero_where_ours_is_better(suite: A
 
 def cifar(suite: Any) -> list[dict[str, Any]]:
     return [*lines_of(suite, "cifar10-90", "gradual_gap", [70]), *lines_of(suite, "cifar10-90", "gmp", [69])]
-
-
-def test_growth_is_worth_its_difference_to_never_growing(suite: Any, pages: Any) -> None:
-    lines = lines_of(suite, "cifar10-90", "gradual_gap", [70, 71], operations=0.4)
-    lines += lines_of(suite, "cifar10-90", "never growing", [69, 69], operations=0.25)
-    table = pages.worth([find(suite, pages, "cifar10-90", lines)]).splitlines()
-    assert table[2] == "| CIFAR-10, ResNet-18, 90 %, top-1 | +1.50 ± 0.50 | 0.40 / 0.25 | 0.50 | 0 / 0 | 2 |"
 
 
 def test_a_seed_that_broke_off_or_is_far_behind_has_failed(suite: Any, pages: Any) -> None:

@@ -26,7 +26,7 @@ TASKS = ("digits", "classification", "detection", "segmentation", "translation",
 
 def __getattr__(name: str) -> Any:
     if name in ("RECIPES", "MEASURED"):
-        return {key: item for task in TASKS for key, item in getattr(_module(task), name).items()}
+        return {key: item for task in TASKS for key, item in getattr(_module(task), name, {}).items()}
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,7 @@
 """Image classification (Table 1; the ablations of appendix A and B): ResNet-50 on ImageNet, ResNet-18 on CIFAR-10."""
 
 from dataclasses import replace
+from typing import Any
 
 from growprune import methods
 from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
@@ -37,7 +38,7 @@ def imagenet() -> Study:
         accumulate=8,
         precision="bf16",
     )
-    lengths = {"steps": 28, "rounds": 8, "epochs": 30, "finetune": 150, "pretrain": 250}
+    lengths: dict[str, Any] = {"steps": 28, "rounds": 8, "epochs": 30, "finetune": 150, "pretrain": 250}
     short = {"task": Classification(), "optimizer": rigl_optimizer(0.8)}
     short["lr_schedule"] = LRSchedule("step", warmup_epochs=5, milestones=(0.3, 0.7, 0.9))
     long = {"optimizer": rigl_optimizer(1.2), "lr_schedule": LRSchedule("cosine", warmup_epochs=10)}
@@ -129,6 +130,4 @@ MEASURED = {
 """Our own results. A test compares them with experiments/."""
 
 RECIPES = recipes("classification-imagenet", imagenet(), ROWS)
-RECIPES |= recipes(
-    "classification-cifar10", cifar10(), ROWS, like="Like {}, on cifar10.npz", measured=MEASURED, hardware="one GPU"
-)
+RECIPES |= recipes("classification-cifar10", cifar10(), ROWS, like="Like {}, on cifar10.npz", measured=MEASURED)

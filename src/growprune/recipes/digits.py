@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from growprune import methods
 from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
-from growprune.masks.partition import balanced, contiguous, per_layer
+from growprune.masks.partition import balanced, contiguous
 from growprune.tasks.digits import Digits
 
 
@@ -31,20 +31,9 @@ def cyclic_90() -> Recipe:
     )
 
 
-def cyclic_90_global() -> Recipe:
-    """C-GaP at 90 % with global allocation: one ranking over all layers."""
-    return replace(cyclic_90(), allocation="global")
-
-
 def parallel_90() -> Recipe:
     """P-GaP at 90 %: four branches that are combined twice. The epochs of all branches count."""
     return replace(cyclic_90(), method=methods.parallel_gap, options={"steps": 2, "epochs": 2, "finetune": 24})
-
-
-def random_90() -> Recipe:
-    """C-GaP at 90 % that grows a random half of the layers in each step."""
-    options = {**cyclic_90().options, "kappa": 2}
-    return replace(cyclic_90(), method=methods.random_gap, options=options, parts=per_layer())
 
 
 def gradual_90() -> Recipe:
@@ -73,7 +62,5 @@ def tiny() -> Recipe:
 
 RECIPES = {
     f"digits/{recipe.__name__.replace('_', '-')}": recipe
-    for recipe in (dense, cyclic_90, cyclic_90_global, gradual_90, parallel_90, random_90, one_shot_90, tiny)
+    for recipe in (dense, cyclic_90, gradual_90, parallel_90, one_shot_90, tiny)
 }
-
-MEASURED: dict[str, str] = {}

@@ -66,9 +66,5 @@ ROWS: dict[str, Row] = {
 }
 ROWS |= rows_of([Baseline("gmp", methods.gmp, "global", epochs=30)], table="", metric="bits_per_byte")
 
-
-MEASURED: dict[str, str] = {}
-"""Our own results. `growprune compare` measured others, on the page of results."""
-
-RECIPES = recipes("language-shakespeare", shakespeare(), ROWS, like="{}, on tinyshakespeare", hardware="one GPU")
-RECIPES |= recipes("language-linux", linux(), {"dense": ROWS["dense"]}, like="{}, on C source", hardware="one GPU")
+RECIPES = recipes("language-shakespeare", shakespeare(), ROWS, like="{}, on tinyshakespeare")
+RECIPES |= recipes("language-linux", linux(), {"dense": ROWS["dense"]}, like="{}, on C source")

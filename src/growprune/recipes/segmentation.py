@@ -61,10 +61,5 @@ MEASURED = {
 
 RECIPES = recipes("segmentation-shapenet", shapenet(), ROWS)
 RECIPES |= recipes(
-    "segmentation-subset",
-    subset(),
-    ROWS,
-    like="Like {}, on shapenet_part_subset.zip",
-    measured=MEASURED,
-    hardware="one GPU",
+    "segmentation-subset", subset(), ROWS, like="Like {}, on shapenet_part_subset.zip", measured=MEASURED
 )

@@ -1,13 +1,12 @@
 """A study: one task on one data set. The rows of the paper's tables are recipes made from it.
 
-dense        the dense baseline
-cyclic       C-GaP, K steps of T epochs and T' of fine-tuning
-parallel     P-GaP, rounds in which each part is grown on a separate machine; the epochs of all machines count
-random       C-GaP that grows random layers instead of fixed parts
-gradual      grow-and-prune with rising sparsity, as long as dense training: what we recommend
-one_shot     train dense, prune, fine-tune: the paper's prune-from-dense in its simplest form
-stairs       train dense, then prune in several steps: the paper's prune-from-dense
-baseline        a baseline from another paper
+dense           the dense baseline
+cyclic          C-GaP, K steps of T epochs and T' of fine-tuning
+parallel        P-GaP, rounds in which each part is grown on a separate machine; the epochs of all machines count
+random          C-GaP that grows random layers instead of fixed parts
+gradual         grow-and-prune with rising sparsity, as long as dense training: what we recommend
+one-shot        train dense, prune, fine-tune: the paper's prune-from-dense in its simplest form
+iterative, iterative-admm    train dense, then prune in several steps: the paper's prune-from-dense
 
 The baselines (class `Baseline`) of the paper's tables are a table too: each line is two rows, at 80 % and 90 %. Their
 names are `method-sparsity-allocation[-times]`: `rigl-80-uniform-5x` is RigL, five times as long. In small studies all
@@ -63,6 +62,8 @@ class Study:
     """Layers that stay dense with uniform allocation."""
     budget: int | None = None
     """The epochs of a baseline. None: those of the paper."""
+    six_parts: Parts = ()
+    """The parts of rows with kappa = 6."""
     every: int | None = None
     """The iterations between two edits of a baseline. None: its default."""
     short: Mapping[str, Any] = field(default_factory=dict)
@@ -70,44 +71,37 @@ class Study:
     long: Mapping[str, Any] = field(default_factory=dict)
     """Fields that their long forms change instead."""
 
-    def cyclic(self, sparsity: float, **changes: Any) -> Recipe:
-        return self._sparse(methods.cyclic_gap, sparsity, self._options_of_gap(self.steps), changes)
-
-    def parallel(self, sparsity: float, **changes: Any) -> Recipe:
-        return self._sparse(methods.parallel_gap, sparsity, self._options_of_gap(self.rounds), changes)
-
-    def random(self, sparsity: float, **changes: Any) -> Recipe:
-        options = self._options_of_gap(self.steps) | {"kappa": len(self.parts)}
-        return self._sparse(methods.random_gap, sparsity, options, {"parts": per_layer(), **changes})
-
-    def gradual(self, sparsity: float, **changes: Any) -> Recipe:
-        options = {"epochs": self.dense.options["epochs"]}
-        return self._sparse(methods.gradual_gap, sparsity, options, {"parts": balanced(4), **changes})
-
-    def one_shot(self, sparsity: float, **changes: Any) -> Recipe:
-        options = {"epochs": self.pretrain, "finetune": self.finetune}
-        return self._sparse(methods.one_shot, sparsity, options, {"parts": contiguous(1), **changes})
-
-    def stairs(self, method: Any, sparsity: float, phases: int, **changes: Any) -> Recipe:
-        """Prune in several phases. In the paper, each phase is as long as dense training."""
-        options = {"epochs": self.budget or self.pretrain * phases}
-        changes = {"parts": contiguous(1), **changes}
-        return self._sparse(method, sparsity, self._with_every(method, options), changes)
-
-    def iterative_admm(self, sparsity: float, **changes: Any) -> Recipe:
-        """Iterative ADMM with the phases of the paper: three to 80 %, five to 90 %."""
-        return self.stairs(methods.iterative_admm, sparsity, {0.8: 3, 0.9: 5}[sparsity], **changes)
+    def recipe(self, row: str) -> Recipe:
+        """The recipe of a row: `cyclic-80-global-1x8` is C-GaP at 80 %, with allocation "global" and pattern 1x8."""
+        if row == "dense":
+            return self.dense
+        kind, percent, allocation, variant = re.split(r"-(\d\d)-(\w+)-?", row)
+        parts, rounds = self.parts, self.rounds
+        if variant == "kappa6":
+            parts, rounds = self.six_parts, (rounds + 1) // 2
+        gap = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
+        # Pruning in several phases; in the paper, each is as long as dense training.
+        num_phases = 6 if kind == "iterative" else {80: 3, 90: 5}[int(percent)]
+        stairs = {"epochs": self.budget or self.pretrain * num_phases}
+        once = contiguous(1)
+        method, options, partition = {
+            "cyclic": (methods.cyclic_gap, gap, named(parts)),
+            "parallel": (methods.parallel_gap, gap | {"steps": rounds}, named(parts)),
+            "random": (methods.random_gap, gap | {"kappa": len(parts)}, per_layer()),
+            "gradual": (methods.gradual_gap, {"epochs": self.dense.options["epochs"]}, balanced(4)),
+            "one-shot": (methods.one_shot, {"epochs": self.pretrain, "finetune": self.finetune}, once),
+            "iterative": (methods.iterative, stairs, once),
+            "iterative-admm": (methods.iterative_admm, self._with_every(methods.iterative_admm, stairs), once),
+        }[kind]
+        changes = {"parts": partition, "allocation": allocation, **VARIANTS.get(variant, {})}
+        return self._sparse(method, int(percent) / 100, options, changes)
 
     def baseline(self, baseline: Baseline, sparsity: float) -> Recipe:
         """A baseline, for its epochs in the paper, or for a multiple of the budget."""
         epochs = baseline.epochs if self.budget is None else self.budget * baseline.times
-        options = {**baseline.options, "epochs": epochs}
         changes = {**(self.short if baseline.times == 1 else self.long), "parts": contiguous(1)}
-        changes["allocation"] = baseline.allocation
-        return self._sparse(baseline.method, sparsity, self._with_every(baseline.method, options), changes)
-
-    def _options_of_gap(self, steps: int) -> dict[str, Any]:
-        return {"steps": steps, "epochs": self.epochs, "finetune": self.finetune}
+        options = self._with_every(baseline.method, {**baseline.options, "epochs": epochs})
+        return self._sparse(baseline.method, sparsity, options, {**changes, "allocation": baseline.allocation})
 
     def _with_every(self, method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         has_every = self.every is not None and declaration_of(method).every is not None
@@ -115,35 +109,22 @@ class Study:
 
     def _sparse(self, method: Any, sparsity: float, options: Mapping[str, Any], changes: Mapping[str, Any]) -> Recipe:
         # a global ranking or ERK decides by itself which layers stay dense
-        keep_dense = self.keep_dense if changes.get("allocation", "uniform") == "uniform" else ()
+        keep_dense = self.keep_dense if changes["allocation"] == "uniform" else ()
         # the rows that are quoted were measured before "auto" scaled the rates of a rising sparsity
         scaling = {"lr_scaling": 0.0} if declaration_of(method).rises_from else {}
-        settings = {"parts": named(self.parts), "allocation": "uniform", "keep_dense": keep_dense, **scaling, **changes}
+        settings = {"keep_dense": keep_dense, **scaling, **changes}
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
 
-Make = Callable[[Study], Recipe]
-Row = str | tuple[str, Make]
-"""The claim of the paper for a row, and how to make it from a study, unless its name says that."""
-
+Row = str | tuple[str, "Baseline"]
+"""The claim of the paper for a row. The name of a row says how to make it, unless it is a baseline."""
 
 VARIANTS: dict[str, Mapping[str, Any]] = {
-    "": {},
     "kappa1": {"parts": contiguous(1)},
     "1x8": {"pattern": "1x8"},
     "sparse-fc": {"keep_dense": ("conv1",)},
 }
 """Changes to the recipe by the suffix of a row's name."""
-
-
-def make_by_name(row: str) -> Make:
-    """`cyclic-80-global` is `Study.cyclic` at 80 % with the allocation "global"."""
-    if row == "dense":
-        return lambda study: study.dense
-    method, percent, allocation, *variant = re.split(r"-(\d\d)-(\w+)-?", row)
-    make = getattr(Study, method.replace("-", "_"))
-    return partial(make, sparsity=int(percent) / 100, allocation=allocation, **VARIANTS["".join(variant)])
-
 
 OURS: dict[str, Row] = {
     "gradual-80-global": "gradual_gap 80 %, not in the paper",
@@ -159,27 +140,25 @@ def recipes(
     *,
     like: str = "",
     measured: Mapping[str, str] | None = None,
-    hardware: str = "machines of 8 V100",
 ) -> dict[str, Callable[[], Recipe]]:
     """All recipes of a study, by full name.
 
     Args:
-        like: what the recipe of a small study claims; `{}` is the row of the paper, without its figure.
+        like: what the recipe of a study of our own claims, which fits on one GPU; `{}` is the row of the paper, without
+            its figure.
         measured: our own results by full name. Each claim says its result, or that it was not measured.
     """
 
-    def bound(full: str, about: Row) -> Callable[[], Recipe]:
-        claim, make = (about, make_by_name(full.partition("/")[2])) if isinstance(about, str) else about
+    hardware = "one GPU" if like else "machines of 8 V100"
+
+    def build(row: str, about: Row) -> Recipe:
+        full, (claim, baseline) = f"{name}/{row}", (about, None) if isinstance(about, str) else about
+        recipe = study.recipe(row) if baseline is None else study.baseline(baseline, int(row.split("-")[1]) / 100)
         said = like.format(claim.partition(":")[0]) if like else claim
         result = f"measured here: {measured[full]}" if measured and full in measured else "not measured here"
+        return replace(recipe, claim=f"{said}; {result}; {total_epochs(recipe)} epochs; {hardware}")
 
-        def build() -> Recipe:
-            recipe = make(study)
-            return replace(recipe, claim=f"{said}; {result}; {total_epochs(recipe)} epochs; {hardware}")
-
-        return build
-
-    return {f"{name}/{row}": bound(f"{name}/{row}", about) for row, about in (dict(rows) | OURS).items()}
+    return {f"{name}/{row}": partial(build, row, about) for row, about in (dict(rows) | OURS).items()}
 
 
 def total_epochs(recipe: Recipe) -> int:
@@ -212,6 +191,5 @@ def rows_of(baselines: Iterable[Baseline], *, table: str, metric: str) -> dict[s
             length, times = ("", "") if baseline.times == 1 else (f"-{baseline.times}x", f", {baseline.times} times")
             about = f"{baseline.name} {baseline.allocation} {percent} %{times}"
             claim = f"{about}, not in the paper" if found is None else f"{table}, {about}: {metric} {found}"
-            make = partial(Study.baseline, baseline=baseline, sparsity=percent / 100)
-            rows[f"{baseline.name}-{percent}-{baseline.allocation}{length}"] = claim, make
+            rows[f"{baseline.name}-{percent}-{baseline.allocation}{length}"] = claim, baseline
     return rows

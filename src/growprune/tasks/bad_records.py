@@ -31,22 +31,19 @@ class BadRecords:
         self.limit = max(always, num_records // 100)
         self._names: set[str] = set()
 
-    @property
-    def count(self) -> int:
-        return len(self._names)
-
     def skip(self, name: str, why: object) -> None:
         """Skip a record, with a warning the first time."""
         if name in self._names:
             return
         self._names.add(name)
-        if self.count > self.limit:
+        count = len(self._names)
+        if count > self.limit:
             raise GrowpruneError(
-                f"{self.source}: {name}: {why}. This is bad record number {self.count}, but at most {self.limit} are "
+                f"{self.source}: {name}: {why}. This is bad record number {count}, but at most {self.limit} are "
                 f"skipped. Repair or remove them"
             )
-        if self.count % 10 ** (len(str(self.count - 1)) - 1) == 0:
-            warn(f"{self.source}: skipped {name}: {why} ({self.count} so far)")
+        if count % 10 ** (len(str(count - 1)) - 1) == 0:
+            warn(f"{self.source}: skipped {name}: {why} ({count} so far)")
 
 
 def find(root: str, relative: str, *, layout: str) -> Path:

@@ -139,7 +139,16 @@ def load(data: str, vocab_size: int = BYTES) -> tuple[dict[str, Tensor], Tensor]
     if not path.is_file():
         raise GrowpruneError(f"--data must be {LAYOUT}, but {path} is a folder. Give the file itself")
     if path.suffix == ".npz":
-        tokens, num_bytes = _read_tokens(path)
+        arrays = read_arrays(path, ("tokens", "num_bytes"))
+        for name, array in arrays.items():
+            if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+                raise GrowpruneError(f"{name} in {path} must be a list of integers, got {array.dtype} {array.shape}")
+        tokens, num_bytes = arrays.values()
+        if tokens.min() < 0 or tokens.max() >= len(num_bytes):
+            raise GrowpruneError(
+                f"tokens in {path} must be in [0, {len(num_bytes)}), the length of num_bytes, got {tokens.min()} to "
+                f"{tokens.max()}"
+            )
     else:
         tokens, num_bytes = np.frombuffer(path.read_bytes(), np.uint8), np.ones(BYTES, np.uint8)
     if len(num_bytes) != vocab_size:
@@ -148,21 +157,6 @@ def load(data: str, vocab_size: int = BYTES) -> tuple[dict[str, Tensor], Tensor]
             f"Use --set task.vocab_size={len(num_bytes)}"
         )
     return cut(tokens, path), torch.from_numpy(num_bytes.astype(np.int64))
-
-
-def _read_tokens(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Read a `.npz`. Raise if it lacks an array, or has tokens outside of its vocabulary."""
-    arrays = read_arrays(path, ("tokens", "num_bytes"))
-    for name, array in arrays.items():
-        if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
-            raise GrowpruneError(f"{name} in {path} must be a list of integers, got {array.dtype} {array.shape}")
-    tokens, num_bytes = arrays.values()
-    if tokens.min() < 0 or tokens.max() >= len(num_bytes):
-        raise GrowpruneError(
-            f"tokens in {path} must be in [0, {len(num_bytes)}), the length of num_bytes, got {tokens.min()} to "
-            f"{tokens.max()}"
-        )
-    return tokens, num_bytes
 
 
 def cut(tokens: NDArray[Any], source: Path | str = "the text") -> dict[str, Tensor]:

@@ -51,9 +51,9 @@ def box_of(numbers: list[list[float]], width: int, height: int, min_scale: float
 
 @pytest.mark.parametrize(("width", "height"), [(32, 32), (50, 30), (20, 90), (300, 10)])
 def test_boxes_are_those_drawn_one_image_at_a_time(width: int, height: int) -> None:
-    numbers = torch.rand(200, images.NUM_TRIES + 1, 2, generator=torch.Generator().manual_seed(1))
-    boxes = torch.stack([images.draw_box(some, width, height, 0.08) for some in numbers])
-    for found, drawn in zip(boxes.tolist(), numbers.tolist(), strict=True):
+    boxes = torch.tensor([images.random_box(index, width, height, seed=1, min_scale=0.08) for index in range(200)])
+    for index, found in enumerate(boxes.tolist()):
+        drawn = torch.rand(images.NUM_TRIES + 1, 2, generator=images.generator("cpu", 1, index)).tolist()
         assert found == pytest.approx(box_of(drawn, width, height, 0.08), rel=1e-4, abs=1e-3)
     sides = boxes[:, 2:] - boxes[:, :2]
     assert bool((boxes >= 0).all())

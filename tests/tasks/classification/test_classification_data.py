@@ -157,14 +157,6 @@ def test_an_image_of_another_size_is_named(tmp_path: Path, files: list[tuple[byt
         list(small(data, image_size=16).batches(seed=0, start=0, device=CPU))
 
 
-def test_images_of_any_size_can_be_streamed(tmp_path: Path) -> None:
-    sizes = [(20, 30), (200, 31), (16, 16), (9, 90)] * 4
-    files = [(jpeg(picture(i % 3, i, *size)), i % 3, i >= 12) for i, size in enumerate(sizes)]
-    task = small(write_packed(tmp_path / "images.npz", packed(files)), crop="resized", in_memory=False)
-    assert [len(labels) for _, labels in task.batches(seed=0, start=0, device=CPU)] == [6]
-    assert len(shown(task, "test")) == 4
-
-
 def test_data_that_is_not_there_is_an_error_that_shows_the_layout(tmp_path: Path) -> None:
     (tmp_path / "half" / "train").mkdir(parents=True)
     for given, why in {

@@ -121,30 +121,26 @@ def test_a_box_partly_outside_is_cut(tmp_path: Path) -> None:
 
 # Data that is not right
 
-SKIPPED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "unknown image": ("annotations", {"image_id": 5}, "annotation number 0 .* 5"),
-    "unknown category": ("annotations", {"category_id": 4}, "annotation number 0 .* 4"),
-    "no size": ("annotations", {"bbox": [10, 10, 0, 5]}, r"annotation number 0 .*\[10, 10, 0, 5\]"),
-    "outside": ("annotations", {"bbox": [200, 0, 5, 5]}, "annotation number 0 .*200 x 150"),
-    "not four": ("annotations", {"bbox": [1, 2, 3]}, r"annotation number 0 .*\[1, 2, 3\]"),
-    "not numbers": ("annotations", {"bbox": [1, 2, 3, "4"]}, "'4'"),
-    "no number": ("annotations", {"bbox": [1, 2, 3, float("nan")]}, "nan"),
-    "image without a name": ("images", {"file_name": None}, r"image number 0 \(id 100\).*None"),
-    "image without a size": ("images", {"width": 0}, r"image number 0 \(id 100\).*0 x 150"),
-    "no crowd": ("annotations", {"iscrowd": "0"}, "iscrowd .*'0'"),
-    "the same id": ("images", {"id": 101}, r"image number 1 \(id 101\).*0\.png"),
+SKIPPED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown image": ({"image_id": 5}, "annotation number 0 .* 5"),
+    "unknown category": ({"category_id": 4}, "annotation number 0 .* 4"),
+    "no size": ({"bbox": [10, 10, 0, 5]}, r"annotation number 0 .*\[10, 10, 0, 5\]"),
+    "outside": ({"bbox": [200, 0, 5, 5]}, "annotation number 0 .*200 x 150"),
+    "not four": ({"bbox": [1, 2, 3]}, r"annotation number 0 .*\[1, 2, 3\]"),
+    "not numbers": ({"bbox": [1, 2, 3, "4"]}, "'4'"),
+    "no number": ({"bbox": [1, 2, 3, float("nan")]}, "nan"),
+    "no crowd": ({"iscrowd": "0"}, "iscrowd .*'0'"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*no image has id 100")  # if another has taken its id
 @pytest.mark.parametrize("kind", SKIPPED)
 def test_a_bad_record_is_named_and_skipped(kind: str, tmp_path: Path) -> None:
-    field, wrong, message = SKIPPED[kind]
-    write(tmp_path, THREE, lambda made: made[field][0].update(wrong))
+    wrong, message = SKIPPED[kind]
+    write(tmp_path, THREE, lambda made: made["annotations"][0].update(wrong))
     with pytest.warns(UserWarning, match=f"train.json: skipped .*{message}"):
         scenes = load(str(tmp_path), num_classes=2, num_validation=1)["train"]
     assert sum(len(scene.boxes) for scene in scenes) == 11
-    assert len(scenes) == (5 if field == "images" else 6)
+    assert len(scenes) == 6
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped")
@@ -177,7 +173,11 @@ REFUSED: dict[str, tuple[Callable[[Content], object], str]] = {
     "no boxes": (lambda made: made["annotations"].clear(), "no boxes"),
     "only crowds": (lambda made: [a.update(iscrowd=1) for a in made["annotations"]], "no boxes"),
     "twice": (lambda made: made["categories"][0].update(id=3), "two categories"),
-    "no id": (lambda made: made["categories"][0].pop("id"), "a category has no id"),
+    "no id": (lambda made: made["categories"][0].pop("id"), r"categories\[0\]: id must be an integer, got None"),
+    "image without a name": (lambda made: made["images"][0].update(file_name=None), "image 100: file_name .*None"),
+    "image without a size": (lambda made: made["images"][0].update(width=0), "image 100 has 0 x 150"),
+    "image without a number": (lambda made: made["images"][0].update(width="9"), "image 100: width .*'9'"),
+    "image twice": (lambda made: made["images"][0].update(id=101), "two images have the same id"),
 }
 
 
@@ -209,12 +209,6 @@ def test_missing_files_are_named_with_the_layout(tmp_path: Path) -> None:
     (tmp_path / "data/val").rename(tmp_path / "data/vale")
     with pytest.raises(ValueError, match=r"data has no val\. Expected"):
         task_for(tmp_path / "data").num_batches()
-
-
-@pytest.mark.parametrize("number", [0, 5, 6])
-def test_validation_must_leave_something_to_train_on(number: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"task.num_validation must leave .*, got {number} of the 6 training images"):
-        task_for(write(tmp_path, TWO), num_validation=number).num_batches()
 
 
 def spoil(folder: Path) -> None:
@@ -315,8 +309,9 @@ def test_a_missing_package_says_what_to_install(module: str, tmp_path: Path, mon
 # Augmentation
 
 
-def test_boxes_stay_with_their_pixels(tmp_path: Path) -> None:
-    task = task_for(write(tmp_path, THREE), batch_size=6, jitter=0.0, zoom_out=1.5)
+def test_boxes_stay_with_their_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distortions, "colour", lambda images, colours: images)
+    task = task_for(write(tmp_path, THREE), batch_size=6, zoom_out=1.5)
     num_checked = 0
     for seed in range(10):
         pictures, boxes, labels = next(task.batches(seed=seed, start=0, device=CPU))
@@ -396,7 +391,7 @@ def test_zooming_out_lays_half_of_the_pictures_on_a_larger_canvas() -> None:
 
 def test_colours_change_as_they_are_drawn() -> None:
     pictures = torch.rand(2, 3, 8, 8) * 0.5 + 0.2
-    none = distortions.draw_colours(np.random.default_rng(0), 2, strength=0.0)
+    none = torch.cat((torch.eye(3).flatten(), torch.ones(1))).repeat(2, 1)
     assert torch.allclose(distortions.colour(pictures, none), pictures, atol=1e-4)
     brighter = torch.cat((1.2 * torch.eye(3).flatten(), torch.ones(1))).repeat(2, 1)
     assert torch.allclose(distortions.colour(pictures, brighter), 1.2 * pictures)
@@ -406,7 +401,7 @@ def test_colours_change_as_they_are_drawn() -> None:
 
 
 def test_colours_leave_grey_grey_and_stay_in_their_limits() -> None:
-    colours = distortions.draw_colours(np.random.default_rng(0), 200, strength=1.0)
+    colours = distortions.draw_colours(np.random.default_rng(0), 200)
     on_grey = colours[:, :9].view(-1, 3, 3).sum(2)  # each channel of white
     assert torch.allclose(on_grey, on_grey[:, :1].expand(-1, 3), atol=1e-3)
     assert 0.875 - 1e-3 <= on_grey.min() < 0.89 and 1.11 < on_grey.max() <= 1.125 + 1e-3
@@ -475,30 +470,6 @@ def test_a_model_that_knows_everything_scores_everything(tmp_path: Path) -> None
     numbers = task.evaluate(Oracle(task), "validation", device=CPU)
     assert set(NAMES) - set(numbers) == {"map_large", "mar_large"}  # of which there are none
     assert numbers["map"] == pytest.approx(100)
-
-
-def test_a_model_that_sees_nothing_scores_nothing(tmp_path: Path) -> None:
-    task = task_for(write(tmp_path, THREE))
-    blind = Oracle(task)
-    blind.answers = blind.answers[0], torch.tensor((20.0, 0.0, 0.0)).expand(6, 8732, 3)
-    assert set(task.evaluate(blind, "validation", device=CPU).values()) == {0.0}
-
-
-def test_a_few_steps_lower_the_loss(tmp_path: Path) -> None:
-    task = task_for(write(tmp_path, THREE), batch_size=3)
-    torch.manual_seed(0)
-    model = task.build_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses = []
-    for seed in range(4):
-        for batch in task.batches(seed=seed, start=0, device=CPU):
-            losses.append(task.loss(model, batch))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
-    with torch.no_grad():
-        assert all(0 <= value <= 100 for value in task.evaluate(model.eval(), "test", device=CPU).values())
 
 
 @pytest.mark.skipif(not (SHARED / "bccd").exists(), reason="the blood cells are not here")

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from growprune import GrowpruneError, engine
 from growprune.compare import of_runs
-from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
-from growprune.recipes import find
 from growprune.runs.result import Metric
 from growprune.tasks.language import Language, cut
 
@@ -123,13 +121,6 @@ def test_a_model_that_is_sure_of_the_wrong_byte_has_an_infinite_perplexity(tmp_p
     assert (found["loss"], found["perplexity"]) == (1000.0, math.inf)
 
 
-def test_a_model_that_knows_nothing_needs_eight_bits(tmp_path: Path) -> None:
-    task = small(numbered(tmp_path, 200))
-    assert task.evaluate(lambda x: torch.zeros(*x.shape, 256), "validation", device=CPU)[  # type: ignore[arg-type]
-        "bits_per_byte"
-    ] == pytest.approx(8)
-
-
 # Tokens
 
 
@@ -196,18 +187,6 @@ def test_training_lowers_the_bits_and_the_lowest_validation_is_the_best(tmp_path
     assert (result["metric"], result["lower_is_better"]) == ("bits_per_byte", True)
     comparison = of_runs([tmp_path / "run"])
     assert comparison.metric == Metric("bits_per_byte", lower_is_better=True)
-
-
-@pytest.mark.parametrize("pattern", ["unstructured", "1x8", "8x1", "32x32", "64x64"])
-def test_every_pattern_has_a_price_at_full_size(pattern: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(bytes(1_115_394))  # as long as the real one
-    recipe = replace(find("language-shakespeare/gradual-90-global"), pattern=pattern)
-    recipe = replace(recipe, task=replace(recipe.task, data=str(tmp_path / "text.txt")))
-    found = estimate(recipe)
-    assert recipe.task.num_batches() == 61
-    assert found.epochs == pytest.approx(30)
-    # of 2,592 blocks of 64 x 64, 259 are nearest to a tenth
-    assert found.costs[-1].density == pytest.approx(259 / 2592 if pattern == "64x64" else 0.1, abs=1e-4)
 
 
 # What is refused

@@ -52,8 +52,7 @@ COUNTS = {"train": 5, "val": 2, "test": 3}
 
 
 @pytest.fixture(autouse=True)
-def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def fresh_caches() -> Iterator[None]:
     forget()
     yield
     forget()

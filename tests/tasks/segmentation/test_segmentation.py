@@ -1,13 +1,11 @@
-"""The task: its metric, its files, its cache."""
+"""The task: its metric and its files."""
 
-import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from segmentation_cases import BAG, CPU, GOOD, MUG, forget, small, small_model, zipped
+from segmentation_cases import CPU, MUG, forget, small, small_model, zipped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -155,25 +153,14 @@ class Oracle(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("votes", [1, 3])
-def test_a_model_that_knows_has_all_and_one_wrong_category_costs_its_share(folder: Path, votes: int) -> None:
-    task = small(data=str(folder), votes=votes)
+def test_a_model_that_knows_has_all_and_one_wrong_category_costs_its_share(folder: Path) -> None:
+    task = small(data=str(folder))
     model = Oracle()
     assert task.evaluate(model, "test", device=CPU) == dict.fromkeys(("instance_miou", "class_miou", "accuracy"), 100)
-    assert model.num_seen == 9 * votes
+    assert model.num_seen == 9
     # a bag has two parts: with the other one always predicted, both have 0
     metrics = task.evaluate(Oracle(wrong=1), "test", device=CPU)
     assert metrics == pytest.approx(dict.fromkeys(metrics, 200 / 3))
-
-
-def test_class_and_instance_means_differ_where_categories_do(folder: Path) -> None:
-    path = folder / "train_test_split" / "shuffled_test_file_list.json"
-    entries = [entry for entry in json.loads(path.read_text()) if BAG not in entry or entry.endswith("shape24")]
-    path.write_text(json.dumps(entries))
-    metrics = small(data=str(folder)).evaluate(Oracle(wrong=1), "test", device=CPU)
-    assert len(entries) == 7
-    assert metrics["instance_miou"] == pytest.approx(600 / 7)
-    assert metrics["class_miou"] == pytest.approx(200 / 3)
 
 
 def test_evaluation_sees_the_same_points_each_time(folder: Path) -> None:
@@ -191,75 +178,3 @@ def test_the_loss_is_the_mean_cross_entropy_over_shapes(folder: Path) -> None:
     torch.testing.assert_close(task.loss(model, batch), torch.stack(losses).mean())
     probabilities = model(*batch[:2]).softmax(2).gather(2, batch[2].unsqueeze(2))
     torch.testing.assert_close(task.loss(model, batch), -probabilities.log().mean())
-
-
-def test_without_normals_the_same_points_have_three_numbers(folder: Path) -> None:
-    with_normals, without = (batches_of(small(data=str(folder), use_normals=use)) for use in (True, False))
-    assert without[0][0].shape == (2, 32, 3)
-    assert torch.equal(with_normals[0][0][..., :3], without[0][0])
-
-
-# The cache
-
-
-join = shapenet.join
-
-
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that are parsed from now on."""
-    texts: list[str] = []
-    parse = shapenet.parse
-    monkeypatch.setattr(shapenet, "parse", lambda text: [texts.append(text), parse(text)][1])
-    return texts
-
-
-@pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_text_is_parsed_once_and_again_when_a_file_changes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    source = folder if kind == "folder" else zipped(folder, tmp_path / "a.zip")
-    texts = parsed(monkeypatch)
-    first = batches_of(small(data=str(source)))
-    assert len(texts) == 15 + 2 + 9
-    forget()
-    assert are_equal(first, batches_of(small(data=str(source))))
-    assert len(texts) == 26
-    shape = folder / MUG / "shape6.txt"
-    before = shape.stat()
-    shape.write_text(shape.read_text().replace(".", ".0", 1)[:-2] + "\n")  # other numbers, the same size
-    os.utime(shape, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
-    if kind == "zip":
-        zipped(folder, source)
-        os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
-    forget()
-    assert not are_equal(first, batches_of(small(data=str(source))))
-    assert len(texts) == 52
-    assert len(list((tmp_path / "cache" / "growprune").iterdir())) == 1
-
-
-def test_files_behind_a_link_are_watched_and_the_way_to_them_does_not_matter(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / MUG).rename(tmp_path / "elsewhere")
-    (folder / MUG).symlink_to(tmp_path / "elsewhere")
-    (folder / "dangling").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "link").symlink_to(folder)
-    monkeypatch.chdir(folder.parent)
-    shapenet.load(str(folder))
-    texts = parsed(monkeypatch)
-    for other in (folder.parent, tmp_path / "link", shapenet.NAME):
-        forget()
-        shapenet.load(str(other))
-    assert texts == []
-    (tmp_path / "elsewhere/shape6.txt").write_text(GOOD * 9)
-    forget()
-    assert 9 in shapenet.load(str(folder))["train"].counts
-
-
-def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        shapenet, "join", lambda shapes: [(folder / MUG / "shape6.txt").write_text(GOOD * 9), join(shapes)][1]
-    )
-    assert 9 not in shapenet.load(str(folder))["train"].counts
-    forget()
-    assert 9 in shapenet.load(str(folder))["train"].counts

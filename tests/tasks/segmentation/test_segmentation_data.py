@@ -83,7 +83,7 @@ def test_a_bad_shape_is_named_and_skipped(folder: Path, tmp_path: Path, message:
         path.unlink()
     else:
         path.write_text(text)
-    for _ in range(2):  # no cache hides it
+    for _ in range(2):  # each process warns
         with pytest.warns(UserWarning) as caught:
             shapes = shapenet.load(str(folder))["train"]
         (warning,) = caught

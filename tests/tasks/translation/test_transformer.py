@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from translation_cases import CPU, SMALL, seeded, tokens
 
@@ -18,8 +18,7 @@ from growprune.tasks.translation.transformer import (
     EOS,
     PAD,
     Attention,
-    DecoderLayer,
-    EncoderLayer,
+    Layer,
     Transformer,
     sinusoids,
 )
@@ -39,34 +38,6 @@ def test_the_big_transformer_has_the_papers_weights() -> None:
     assert sum(p.numel() for p in model.parameters()) == 176_160_768 + 33_712 * 1024 + biases + norms
     attention = 18 * 2 * 2 * 64 * 64 * 1024  # 18 attentions, two products each
     assert flops.dense == 2 * 64 * (176_160_768 + 33_712 * 1024) + attention
-
-
-def test_weights_have_the_names_recipes_use() -> None:
-    names = {weight.name for weight in prunable_weights(Transformer(SMALL))}
-    own = {f"self_attention.{letter}" for letter in ("q", "k", "v", "out")} | {"fc1", "fc2"}
-    cross = {f"cross_attention.{letter}" for letter in ("q", "k", "v", "out")}
-    expected = {f"encoder.layers.{n}.{name}.weight" for n in (0, 1) for name in own}
-    assert names == expected | {f"decoder.layers.{n}.{name}.weight" for n in (0, 1) for name in own | cross}
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_is_that_of_torch(is_causal: bool) -> None:
-    attention, oracle = Attention(SMALL), nn.MultiheadAttention(8, 2, batch_first=True)
-    with torch.no_grad():
-        for layer in (attention.q, attention.k, attention.v, attention.out):
-            layer.bias.uniform_(-1, 1)
-        oracle.in_proj_weight.copy_(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight]))
-        oracle.in_proj_bias.copy_(torch.cat([attention.q.bias, attention.k.bias, attention.v.bias]))
-        oracle.out_proj.load_state_dict(attention.out.state_dict())
-    x, memory = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
-    if is_causal:
-        found = attention(x, *attention.keys_values(memory), is_causal=True)
-        expected, _ = oracle(x, memory, memory, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
-    else:
-        seen = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [True] + [False] * 4])
-        found = attention(x, *attention.keys_values(memory), mask=seen[:, None, None, :])
-        expected, _ = oracle(x, memory, memory, key_padding_mask=~seen)
-    torch.testing.assert_close(found, expected)
 
 
 def normed(x: Tensor) -> Tensor:
@@ -90,18 +61,18 @@ def fed_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def test_an_encoder_layer_is_pre_norm() -> None:
-    layer, x = EncoderLayer(SMALL), torch.randn(4, 8)
+    layer, x = Layer(SMALL, is_decoder=False), torch.randn(4, 8)
     y = x + attended(layer.self_attention, normed(x), normed(x), is_causal=False)
     found = layer(x[None], torch.ones(1, 1, 1, 4, dtype=torch.bool))
     torch.testing.assert_close(found[0], fed_forward(layer, y))
 
 
 def test_a_decoder_layer_is_pre_norm_and_does_not_normalise_the_source() -> None:
-    layer, x, memory = DecoderLayer(SMALL), torch.randn(4, 8), 5 + 3 * torch.randn(6, 8)
+    layer, x, memory = Layer(SMALL, is_decoder=True), torch.randn(4, 8), 5 + 3 * torch.randn(6, 8)
     y = x + attended(layer.self_attention, normed(x), normed(x), is_causal=True)
     y = y + attended(layer.cross_attention, normed(y), memory, is_causal=False)
     mask = torch.ones(1, 1, 1, 6, dtype=torch.bool)
-    found = layer(x[None], *layer.cross_attention.keys_values(memory[None]), mask)
+    found = layer(x[None], mask, layer.cross_attention.keys_values(memory[None]))
     torch.testing.assert_close(found[0], fed_forward(layer, y))
 
 

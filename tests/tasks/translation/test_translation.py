@@ -104,19 +104,6 @@ def test_lowercase_bleu_is_uncased_and_the_signature_says_so(tmp_path: Path, mon
     assert "case:lc|eff:no|tok:13a|smooth:exp|version:" in uncased.signature
 
 
-def test_bf16_autocast_trains_and_translates(data: Path) -> None:
-    task = tiny(data, dropout=0.1, attention_dropout=0.1)
-    model = task.build_model()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = task.loss(model, next(task.batches(seed=0, start=0, device=CPU)))
-        with torch.no_grad():
-            metrics = task.evaluate(model.eval(), "test", device=CPU)
-    loss.backward()
-    assert loss.dtype == torch.float32
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert math.isfinite(metrics["loss"])
-
-
 # Data
 
 

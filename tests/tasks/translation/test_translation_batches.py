@@ -148,13 +148,6 @@ def test_seeds_shuffle_pairs_and_batches() -> None:
     assert widths[0] != widths[1]
 
 
-def test_batches_are_nearly_full() -> None:
-    lengths = [(int(n), int(n)) for n in np.random.default_rng(0).integers(2, 60, 2000)]
-    batches = Batches(pairs_of(lengths), 1024)
-    sizes = [source.numel() for source, _, _ in batches.shuffled(0, 0, CPU)]
-    assert np.mean(sizes) > 0.9 * 1024
-
-
 def test_entering_an_epoch_late_gives_the_batches_that_are_left(data: Path) -> None:
     task = tiny(data)
     whole = list(task.batches(seed=7, start=0, device=CPU))

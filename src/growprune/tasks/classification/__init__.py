@@ -58,8 +58,6 @@ class Classification(ImageTask):
     """Decode all images once and keep them on the device. For small images of one size, with crop="padded"."""
     workers: int = 16
     """Processes that decode images, at most one per core. 0: decode in the training process."""
-    channels_last: bool = True
-    """On a GPU, use the channels-last memory format, which suits tensor cores."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     """Mean of each channel, for values in [0, 1]."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -109,21 +107,29 @@ class Classification(ImageTask):
         if not groups:  # the epoch may start at its end
             return
         for number, (pixels, labels) in enumerate(self._read(groups, seed, device), start):
-            yield self._augmented(pixels, labels, seed, number)
+            count, random = len(pixels), images.generator(device, seed, number)
+            pixels = images.flipped(pixels, torch.rand(count, generator=random, device=device) < 0.5)
+            if self.crop == "padded":
+                end = 2 * images.PADDING + 1
+                pixels = images.shifted(pixels, torch.randint(end, (count, 2), generator=random, device=device))
+            values = images.normalised(pixels, self.mean, self.std)
+            if self.mixup:
+                share = float(np.random.default_rng((seed, number)).beta(self.mixup, self.mixup))
+                shares = torch.full((count,), share, device=device)
+                yield _inputs(images.mixed(values, share)), labels, labels.roll(1), shares
+            else:
+                yield _inputs(values), labels
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         pixels, labels, *mixture = batch
         logits = model(pixels).float()
-        loss = self._losses(logits, labels)
-        if mixture:
-            other_labels, share = mixture
-            other = self._losses(logits, other_labels)
-            loss = share * loss + (1 - share) * other
-        return loss.mean()
-
-    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        options = {"ignore_index": UNREADABLE, "label_smoothing": self.label_smoothing}
-        return F.cross_entropy(logits, labels, reduction="none", **options)  # type: ignore[arg-type]
+        losses = partial(
+            F.cross_entropy, ignore_index=UNREADABLE, label_smoothing=self.label_smoothing, reduction="none"
+        )
+        if not mixture:
+            return losses(logits, labels).mean()
+        other_labels, share = mixture
+        return (share * losses(logits, labels) + (1 - share) * losses(logits, other_labels)).mean()
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         groups = self._groups(self._indices(split))
@@ -131,7 +137,7 @@ class Classification(ImageTask):
         for pixels, labels in self._read(groups, None, device):
             is_good = labels != UNREADABLE
             pixels, labels = pixels[is_good], labels[is_good]
-            inputs = self._inputs(images.normalised(pixels, self.mean, self.std))
+            inputs = _inputs(images.normalised(pixels, self.mean, self.std))
             sums += score(model(inputs).float(), labels)
             count += len(labels)
         check_split(count, self.data, split)
@@ -179,24 +185,11 @@ class Classification(ImageTask):
         mine = super()._used(batch_size)
         return mine | np.roll(mine, -1) if self.mixup else mine
 
-    def _augmented(self, pixels: Tensor, labels: Tensor, seed: int, number: int) -> Batch:
-        device, count = pixels.device, len(pixels)
-        random = images.generator(device, seed, number)
-        pixels = images.flipped(pixels, torch.rand(count, generator=random, device=device) < 0.5)
-        if self.crop == "padded":
-            end = 2 * images.PADDING + 1
-            pixels = images.shifted(pixels, torch.randint(end, (count, 2), generator=random, device=device))
-        values = images.normalised(pixels, self.mean, self.std)
-        if not self.mixup:
-            return self._inputs(values), labels
-        share = float(np.random.default_rng((seed, number)).beta(self.mixup, self.mixup))
-        values = images.mixed(values, share)
-        return self._inputs(values), labels, labels.roll(1), torch.full((count,), share, device=device)
 
-    def _inputs(self, values: Tensor) -> Tensor:
-        inputs = values.permute(0, 3, 1, 2)  # (B, 3, H, W)
-        # On a CPU, torch 2.13 may crash in the backward pass of narrow convolutions if channels are innermost.
-        return inputs if self.channels_last and inputs.is_cuda else inputs.contiguous()
+def _inputs(values: Tensor) -> Tensor:
+    inputs = values.permute(0, 3, 1, 2)  # (B, 3, H, W), where channels stay innermost, which suits tensor cores
+    # On a CPU, torch 2.13 may crash in the backward pass of narrow convolutions if channels are innermost.
+    return inputs if inputs.is_cuda else inputs.contiguous()
 
 
 def score(logits: Tensor, labels: Tensor) -> Tensor:

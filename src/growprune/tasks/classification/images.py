@@ -58,25 +58,6 @@ def _is_within(positions: Tensor, length: int) -> Tensor:
     return (positions >= 0) & (positions < length)
 
 
-def draw_box(numbers: Tensor, width: int, height: int, min_scale: float) -> Tensor:
-    """Return the box (left, top, right, bottom) of a random resized crop, in pixels.
-
-    Args:
-        numbers: (NUM_TRIES + 1, 2) in [0, 1): area and shape of each box to try, and in the last row its place.
-        min_scale: the smallest area, as a fraction of the image.
-    """
-    areas = width * height * (min_scale + (1 - min_scale) * numbers[:-1, 0])
-    low, high = (math.log(ratio) for ratio in RATIOS)
-    ratios = (low + (high - low) * numbers[:-1, 1]).exp()
-    sides = torch.stack([(areas * ratios).sqrt(), (areas / ratios).sqrt()], -1)  # (tries, 2): width, height
-    # If none fits, as in a panorama, take the largest box of an allowed shape.
-    last = sides.new_tensor([[min(width, height * RATIOS[1]), min(height, width / RATIOS[0])]])
-    sides, whole = torch.cat([sides, last]), sides.new_tensor([width, height])
-    side = sides[(sides <= whole).all(1).int().argmax()]  # the first that fits
-    corner = (whole - side) * numbers[-1]
-    return torch.cat([corner, corner + side])
-
-
 def normalised(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Normalise bytes to about mean 0 and standard deviation 1. `mean` and `std` are for values in [0, 1]."""
     factor, shift = _moments(mean, std, images.device)
@@ -114,9 +95,23 @@ def centre_box(index: int, width: int, height: int) -> Box:
 
 
 def random_box(index: int, width: int, height: int, *, seed: int, min_scale: float) -> Box:
-    """Draw the box of a random resized crop. It depends only on the seed and the number of the image."""
+    """Draw the box of a random resized crop. It depends only on the seed and the number of the image.
+
+    Args:
+        min_scale: the smallest area, as a fraction of the image.
+    """
+    # Area and shape of each box to try, and in the last row its place.
     numbers = torch.rand(NUM_TRIES + 1, 2, generator=generator("cpu", seed, index))
-    left, top, right, bottom = draw_box(numbers, width, height, min_scale).tolist()
+    areas = width * height * (min_scale + (1 - min_scale) * numbers[:-1, 0])
+    low, high = (math.log(ratio) for ratio in RATIOS)
+    ratios = (low + (high - low) * numbers[:-1, 1]).exp()
+    sides = torch.stack([(areas * ratios).sqrt(), (areas / ratios).sqrt()], -1)  # (tries, 2): width, height
+    # If none fits, as in a panorama, take the largest box of an allowed shape.
+    last = sides.new_tensor([[min(width, height * RATIOS[1]), min(height, width / RATIOS[0])]])
+    sides, whole = torch.cat([sides, last]), sides.new_tensor([width, height])
+    side = sides[(sides <= whole).all(1).int().argmax()]  # the first that fits
+    corner = (whole - side) * numbers[-1]
+    left, top, right, bottom = torch.cat([corner, corner + side]).tolist()
     return left, top, min(right, width), min(bottom, height)  # rounding may exceed them
 
 

@@ -72,12 +72,15 @@ class ResNet(nn.Module):
         self.conv1 = _convolution(3, width, 3) if is_small else _convolution(3, width, 7, stride=2)
         self.bn1, self.relu = nn.BatchNorm2d(width), nn.ReLU()
         self.maxpool = nn.Identity() if is_small else nn.MaxPool2d(3, stride=2, padding=1)
-        outputs = [block.expansion * (width << stage) for stage in range(4)]
-        self.layer1 = _stage(block, width, width, depths[0], stride=1)
-        self.layer2 = _stage(block, outputs[0], 2 * width, depths[1], stride=2)
-        self.layer3 = _stage(block, outputs[1], 4 * width, depths[2], stride=2)
-        self.layer4 = _stage(block, outputs[2], 8 * width, depths[3], stride=2)
-        self.fc = nn.Linear(outputs[3], num_classes)
+        inputs, stages = width, []
+        for stage, depth in enumerate(depths):
+            blocks = []
+            for number in range(depth):
+                blocks.append(block(inputs, width << stage, stride=2 if stage and not number else 1))
+                inputs = block.expansion * (width << stage)
+            stages.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.fc = nn.Linear(inputs, num_classes)
         self.apply(initialise)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,13 +98,6 @@ def initialise(module: nn.Module) -> None:
         nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
     elif isinstance(module, nn.BatchNorm2d | nn.Linear):
         module.reset_parameters()
-
-
-def _stage(
-    block: type[BasicBlock] | type[Bottleneck], inputs: int, width: int, depth: int, stride: int
-) -> nn.Sequential:
-    first = block(inputs, width, stride)
-    return nn.Sequential(first, *(block(block.expansion * width, width, 1) for _ in range(depth - 1)))
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:

@@ -82,9 +82,12 @@ def report_bad(data: str, num_classes: int) -> Callable[[int, str], None]:
 
 def _read_folder(data: str, num_classes: int) -> Source:
     train, test = (find(data, name, layout=LAYOUT) for name in ("train", "val"))
-    classes = _class_folders(train)
+    classes, in_val = (
+        sorted(entry.name for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        for split in (train, test)
+    )
     _check_classes(f"{data}: train", len(classes), num_classes)
-    if foreign := set(_class_folders(test)) - set(classes):
+    if foreign := set(in_val) - set(classes):
         raise GrowpruneError(
             f"{data}: val has the class {min(foreign)!r}, which train does not have. Remove it, or add it to train"
         )
@@ -101,10 +104,6 @@ def _read_folder(data: str, num_classes: int) -> Source:
         raise GrowpruneError(f"{train / empty[0]} has no images. Expected {LAYOUT}. Remove the folder, or add images")
     where, arrays = {"train": str(train), "test": str(test)}, (np.array(labels, np.int64), np.array(is_test, bool))
     return Source(where, *arrays, paths.__getitem__, functools.partial(_open_file, data, paths))
-
-
-def _class_folders(split: Path) -> list[str]:
-    return sorted(entry.name for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _read_packed(data: str, num_classes: int) -> Source:

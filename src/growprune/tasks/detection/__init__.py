@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,8 @@ from growprune.errors import GrowpruneError
 from growprune.tasks.classification.resnet import Name, initialise
 from growprune.tasks.detection import distortions
 from growprune.tasks.detection.coco import Album, Scene, album, coco_numbers, cocoeval, load
-from growprune.tasks.detection.ssd import IMAGE_SIZE, SSD, Convolution, Detections, default_boxes, detect, multibox_loss
-from growprune.tasks.images import ImageTask, Pictures
+from growprune.tasks.detection.ssd import IMAGE_SIZE, SSD, Convolution, default_boxes, detect, multibox_loss
+from growprune.tasks.images import ImageTask
 from growprune.tasks.task import Split, Task, check_fields, with_channels
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -41,8 +40,6 @@ class Detection(ImageTask):
     """Training images used for validation if there is no labelled test split. `val` is then the test split."""
     zoom_out: float = 1.0
     """Half of the training images are placed on a canvas up to this many times as large per side. 1: no zoom."""
-    jitter: float = 1.0
-    """Strength of colour jitter in training. 0: none."""
     workers: int = 4
     """Processes that decode images, if they do not fit in memory."""
 
@@ -50,7 +47,7 @@ class Detection(ImageTask):
     initialises_modules = True
 
     def __post_init__(self) -> None:
-        least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
+        least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "workers": 0}
         check_fields(self, least=least)
 
     def build_model(self) -> nn.Module:
@@ -88,21 +85,17 @@ class Detection(ImageTask):
             indices = torch.from_numpy(batches[number])
             labels = all_labels[indices].where(good.unsqueeze(1), 0)
             most = max(1, int((labels > 0).sum(1).max()))
+            boxes, labels = all_boxes[indices, :most], labels[:, :most]
             generator = np.random.default_rng((seed, number))
-            yield self._augment(generator, pixels, sizes, all_boxes[indices, :most], labels[:, :most])
-
-    def _augment(
-        self, generator: np.random.Generator, pixels: Tensor, sizes: Tensor, boxes: Tensor, labels: Tensor
-    ) -> Batch:
-        views = distortions.draw_views(generator, boxes, labels, zoom_out=self.zoom_out)
-        mirrored = torch.from_numpy(generator.random(len(boxes)) < 0.5)
-        colours = distortions.draw_colours(generator, len(boxes), strength=self.jitter)
-        boxes, labels = distortions.crop_boxes(boxes, labels, views, mirrored)
-        views, mirrored, colours, boxes, labels = (
-            tensor.to(pixels.device, non_blocking=True) for tensor in (views, mirrored, colours, boxes, labels)
-        )
-        images = distortions.show(pixels, sizes, views, mirrored)
-        return distortions.normalise(distortions.colour(images, colours)), boxes, labels
+            views = distortions.draw_views(generator, boxes, labels, zoom_out=self.zoom_out)
+            mirrored = torch.from_numpy(generator.random(len(boxes)) < 0.5)
+            colours = distortions.draw_colours(generator, len(boxes))
+            boxes, labels = distortions.crop_boxes(boxes, labels, views, mirrored)
+            views, mirrored, colours, boxes, labels = (
+                tensor.to(device, non_blocking=True) for tensor in (views, mirrored, colours, boxes, labels)
+            )
+            images = distortions.show(pixels, sizes, views, mirrored)
+            yield distortions.normalise(distortions.colour(images, colours)), boxes, labels
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, boxes, labels = batch
@@ -116,10 +109,19 @@ class Detection(ImageTask):
         scenes: list[Scene] = []
         found: list[npt.NDArray[np.float64]] = []
         for batch, pictures in zip(batches, held_out.pictures(batches, device), strict=True):
-            seen = [held_out.scenes[index] for index in batch]
-            readable = pictures.good.tolist()
-            found += itertools.compress(_in_pixels(_find(model, pictures), seen), readable)
-            scenes += itertools.compress(seen, readable)
+            whole = torch.tensor((0.0, 0.0, 1.0, 1.0), device=device).expand(len(batch), -1)
+            mirrored = torch.zeros(len(batch), dtype=torch.bool, device=device)
+            images = distortions.normalise(distortions.show(pictures.pixels, pictures.sizes, whole, mirrored))
+            offsets, logits = model(images)
+            detections = detect(offsets, logits, default_boxes(device))
+            columns = (tensor.double().cpu().numpy() for tensor in detections)
+            for index, good, corners, score, label in zip(batch, pictures.good, *columns, strict=True):
+                if good:
+                    scene, kept = held_out.scenes[index], score > 0
+                    boxes = corners[kept] * (scene.width, scene.height, scene.width, scene.height)
+                    boxes[:, 2:] -= boxes[:, :2]
+                    found.append(np.column_stack((boxes, score[kept], label[kept])))
+                    scenes.append(scene)
         known = load(self.data, num_classes=self.num_classes, num_validation=self.num_validation)[split]
         skipped = len(known) - len(scenes)
         numbers = coco_numbers(scenes, found, num_classes=self.num_classes)
@@ -128,23 +130,3 @@ class Detection(ImageTask):
     def album(self, split: str) -> Album:
         options = {"num_classes": self.num_classes, "num_validation": self.num_validation, "workers": self.workers}
         return album(self.data, split, **options)
-
-
-def _find(model: nn.Module, pictures: Pictures) -> Detections:
-    device = pictures.pixels.device
-    whole = torch.tensor((0.0, 0.0, 1.0, 1.0), device=device).expand(len(pictures.pixels), -1)
-    mirrored = torch.zeros(len(whole), dtype=torch.bool, device=device)
-    images = distortions.normalise(distortions.show(pictures.pixels, pictures.sizes, whole, mirrored))
-    offsets, logits = model(images)
-    return detect(offsets, logits, default_boxes(device))
-
-
-def _in_pixels(seen: Detections, scenes: Sequence[Scene]) -> list[npt.NDArray[np.float64]]:
-    """Return the detections of each scene as (x, y, width, height, score, label)."""
-    boxes, scores, labels = (tensor.double().cpu().numpy() for tensor in seen)
-    tables = []
-    for scene, corners, score, label in zip(scenes, boxes, scores, labels, strict=True):
-        kept = corners[score > 0] * (scene.width, scene.height, scene.width, scene.height)
-        sides = kept[:, 2:] - kept[:, :2]
-        tables.append(np.column_stack((kept[:, :2], sides, score[score > 0], label[score > 0])))
-    return tables

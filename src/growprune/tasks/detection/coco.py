@@ -88,108 +88,73 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
 
 
 def read_annotations(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]:
-    """Read the names of categories by id, and the scenes of an annotation file, whose images are in `folder`."""
-    content = _parse(source)
-    categories = _categories(content["categories"], source)
-    labels = {identity: label for label, identity in enumerate(categories, start=1)}  # 1, 2, 3, ... without gaps
-    bad = BadRecords(source, len(content["images"]) + len(content["annotations"]))
-    images, left_out = _images(content["images"], bad)
-    rows: dict[int, list[tuple[float, ...]]] = {identity: [] for identity in images}
-    for number, record in enumerate(content["annotations"]):
-        try:
-            identity = _whole(record, "image_id")
-            if identity in left_out:  # its image was reported
-                continue
-            if identity not in images:
-                raise GrowpruneError(f"no image has id {identity}")
-            rows[identity].append(_row(record, images[identity], labels))
-        except ValueError as error:
-            bad.skip(_name("annotation", number, record), error)
-    scenes = []
-    for identity, image in images.items():
-        table = np.asarray(rows[identity], dtype=np.float64).reshape(-1, 7)
-        columns = table[:, :4], table[:, 4].astype(np.int64), table[:, 5], table[:, 6] > 0
-        path = folder / image["file_name"]
-        scenes.append(Scene(image["id"], path, image["width"], image["height"], *columns))
-    return categories, tuple(scenes)
+    """Read the names of categories by id, and the scenes of an annotation file, whose images are in `folder`.
 
-
-def _parse(source: Path) -> dict[str, list[Any]]:
+    Annotations that cannot be used are skipped with a warning, as COCO has some. Images and categories must be right.
+    """
     try:
         content: Any = json.loads(source.read_bytes())
     except (ValueError, RecursionError) as error:  # of a number that is too large, or lists that are too deep
         raise GrowpruneError(f"{source} is not JSON: {error}. Download or create it again") from error
-    names = ("images", "annotations", "categories")
-    for name in names:
+    for name in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(name), list):
             raise GrowpruneError(f"{source} has no list {name!r}. A COCO file has images, annotations and categories")
-    return {name: content[name] for name in names}
-
-
-def _categories(records: list[Any], source: Path) -> dict[int, str]:
-    """Return names by id, in the order of ids. A missing name is empty."""
-    try:
-        names = {_whole(record, "id"): str(record.get("name", "")) for record in records}
-    except ValueError as error:
-        raise GrowpruneError(f"{source}: a category has no id: {error}") from error
-    if len(names) < len(records):
-        raise GrowpruneError(f"{source}: two categories have the same id. Give each its own")
-    return dict(sorted(names.items()))
-
-
-def _images(records: list[Any], bad: BadRecords) -> tuple[dict[int, dict[str, Any]], set[int]]:
-    """Return the records of images by id, and the ids of images that cannot be used."""
-    images: dict[int, dict[str, Any]] = {}
-    left_out: set[int] = set()
-    for number, record in enumerate(records):
+    images, categories = (_by_id(content[name], name, source) for name in ("images", "categories"))
+    for identity, image in images.items():
+        if not isinstance(file := image.get("file_name"), str):
+            raise GrowpruneError(f"{source}: image {identity}: file_name must be a string, got {file!r}")
+        if min(_whole(image, side, f"{source}: image {identity}: ") for side in ("width", "height")) < 1:
+            raise GrowpruneError(f"{source}: image {identity} has {image['width']} x {image['height']} pixels")
+    labels = {identity: label for label, identity in enumerate(sorted(categories), start=1)}  # without gaps
+    bad = BadRecords(source, len(content["images"]) + len(content["annotations"]))
+    rows: dict[int, list[tuple[float, ...]]] = {identity: [] for identity in images}
+    for number, record in enumerate(content["annotations"]):
         try:
-            identity = _whole(record, "id")
-            if identity in images:
-                raise GrowpruneError(f"the image {images[identity]['file_name']} has the same id")
-            if min(_whole(record, "width"), _whole(record, "height")) < 1:
-                raise GrowpruneError(f"its size is {record['width']} x {record['height']} pixels")
-            if not isinstance(record.get("file_name"), str):
-                raise GrowpruneError(f"file_name must be a non-empty string, got {record.get('file_name')!r}")
-            images[identity] = record
+            identity, category = _whole(record, "image_id"), _whole(record, "category_id")
+            if identity not in images:
+                raise GrowpruneError(f"no image has id {identity}")
+            if category not in labels:
+                raise GrowpruneError(f"no category has id {category}")
+            box, crowd, image = record.get("bbox"), record.get("iscrowd") or 0, images[identity]
+            if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
+                raise GrowpruneError(f"bbox must be four numbers x, y, width, height, got {box!r}")
+            x, y, width, height = box
+            if width <= 0 or height <= 0:
+                raise GrowpruneError(f"its box {box} has no size")
+            if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
+                size = f"{image['width']} x {image['height']} pixels"
+                raise GrowpruneError(f"its box {box} is outside the image of {size}")
+            if crowd not in (0, 1):
+                raise GrowpruneError(f"iscrowd must be 0 or 1, got {crowd!r}")
+            area = record.get("area")
+            rows[identity].append((*box, labels[category], area if _is_number(area) else width * height, crowd))
         except ValueError as error:
-            bad.skip(_name("image", number, record), error)
-            left_out |= {record["id"]} if isinstance(record, dict) and isinstance(record.get("id"), int) else set()
-    return images, left_out - set(images)
+            name = record.get("id", "none") if isinstance(record, dict) else "none"
+            bad.skip(f"annotation number {number} (id {name})", error)
+    scenes = []
+    for identity, image in images.items():
+        table = np.asarray(rows[identity], dtype=np.float64).reshape(-1, 7)
+        columns = table[:, :4], table[:, 4].astype(np.int64), table[:, 5], table[:, 6] > 0
+        scenes.append(Scene(identity, folder / image["file_name"], image["width"], image["height"], *columns))
+    return {identity: str(categories[identity].get("name", "")) for identity in labels}, tuple(scenes)
 
 
-def _row(record: Any, image: dict[str, Any], labels: dict[int, int]) -> tuple[float, ...]:
-    """Return x, y, width, height, label, area and crowd of an annotation."""
-    category = _whole(record, "category_id")
-    if category not in labels:
-        raise GrowpruneError(f"no category has id {category}")
-    box = record.get("bbox")
-    if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
-        raise GrowpruneError(f"bbox must be four numbers x, y, width, height, got {box!r}")
-    x, y, width, height = box
-    if width <= 0 or height <= 0:
-        raise GrowpruneError(f"its box {box} has no size")
-    if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
-        raise GrowpruneError(f"its box {box} is outside the image of {image['width']} x {image['height']} pixels")
-    if (crowd := record.get("iscrowd") or 0) not in (0, 1):
-        raise GrowpruneError(f"iscrowd must be 0 or 1, got {crowd!r}")
-    area = record.get("area", width * height)
-    return (*box, labels[category], area if _is_number(area) else width * height, crowd)
+def _by_id(records: list[Any], name: str, source: Path) -> dict[int, dict[str, Any]]:
+    found = {_whole(record, "id", f"{source}: {name}[{n}]: "): record for n, record in enumerate(records)}
+    if len(found) < len(records):
+        raise GrowpruneError(f"{source}: two {name} have the same id. Give each its own")
+    return found
 
 
-def _whole(record: Any, field: str) -> int:
+def _whole(record: Any, field: str, where: str = "") -> int:
     value = record.get(field) if isinstance(record, dict) else None
     if not isinstance(value, int) or isinstance(value, bool):
-        raise GrowpruneError(f"{field} must be an integer, got {value!r}")
+        raise GrowpruneError(f"{where}{field} must be an integer, got {value!r}")
     return value
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
-
-
-def _name(kind: str, number: int, record: Any) -> str:
-    identity = record.get("id", "none") if isinstance(record, dict) else "none"
-    return f"{kind} number {number} (id {identity})"
 
 
 NAMES = (

@@ -18,7 +18,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIN_IOUS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.0, 0.0)
 """Minimum IoU of a crop with some object. 0.0 is no minimum, and the last 0.0 keeps the whole picture."""
 NUM_TRIES = 50
-BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.125, 0.5, 0.5, 0.05
+MAX_CHANGES = (0.125, 0.5, 0.5, 0.05)
+"""The largest change of brightness, contrast, saturation and hue."""
 LUMA = (0.299, 0.587, 0.114)
 RGB_TO_YIQ = (LUMA, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 
@@ -35,19 +36,14 @@ def draw_views(generator: np.random.Generator, boxes: Tensor, labels: Tensor, *,
     factor[generator.random(len(boxes)) < 0.5] = 1.0
     start = -generator.random((len(boxes), 2)) * (factor - 1)
     canvas = torch.from_numpy(np.concatenate((start, start + factor), 1)).float()
-    crops = _draw_crops(generator, seen_from(canvas, boxes), labels)
-    sides = (canvas[:, 2:] - canvas[:, :2]).repeat(1, 2)
-    return canvas[:, :2].repeat(1, 2) + crops * sides
 
-
-def _draw_crops(generator: np.random.Generator, boxes: Tensor, labels: Tensor) -> Tensor:
-    """Draw crops of each picture, and take the first that has the centre of an object and enough IoU with one."""
-    shape = (len(boxes), NUM_TRIES)
+    # Draw crops of each canvas, and take the first that has the centre of an object and enough IoU with one.
+    boxes, shape = seen_from(canvas, boxes), (len(boxes), NUM_TRIES)
     mode = generator.integers(len(MIN_IOUS), size=shape)
     is_whole = mode == len(MIN_IOUS) - 1
     size = np.where(is_whole[..., None], 1.0, generator.uniform(0.3, 1.0, (*shape, 2)))
-    start = generator.random((*shape, 2)) * (1 - size)
-    crops = torch.from_numpy(np.concatenate((start, start + size), 2)).float()  # (B, T, 4)
+    corner = generator.random((*shape, 2)) * (1 - size)
+    crops = torch.from_numpy(np.concatenate((corner, corner + size), 2)).float()  # (B, T, 4)
     present = (labels > 0).unsqueeze(1)
     least = torch.tensor(MIN_IOUS)[torch.from_numpy(mode)].unsqueeze(2)
     overlaps = (iou(crops, boxes) >= least) & present  # (B, T, M)
@@ -56,7 +52,9 @@ def _draw_crops(generator: np.random.Generator, boxes: Tensor, labels: Tensor) -
     good = torch.from_numpy(is_whole) | (fits & overlaps.any(2) & has_centre)
     first = good.byte().argmax(1)
     chosen = crops[torch.arange(len(crops)), first]
-    return chosen.where(good.any(1, keepdim=True), torch.tensor((0.0, 0.0, 1.0, 1.0)))
+    chosen = chosen.where(good.any(1, keepdim=True), torch.tensor((0.0, 0.0, 1.0, 1.0)))
+    sides = (canvas[:, 2:] - canvas[:, :2]).repeat(1, 2)
+    return canvas[:, :2].repeat(1, 2) + chosen * sides
 
 
 def _contains(crops: Tensor, boxes: Tensor) -> Tensor:
@@ -114,10 +112,9 @@ def _weights(ends: Tensor, length: Tensor, num_pixels: int) -> Tensor:
     return weights.where(inside.unsqueeze(2), 0)
 
 
-def draw_colours(generator: np.random.Generator, number: int, *, strength: float) -> Tensor:
+def draw_colours(generator: np.random.Generator, number: int) -> Tensor:
     """Draw a 3 x 3 colour matrix (brightness, saturation, hue) and a contrast for each picture, (B, 10)."""
-    wide = np.array((BRIGHTNESS, CONTRAST, SATURATION, HUE)) * strength
-    brightness, contrast, saturation, hue = (generator.uniform(-1, 1, (number, 4)) * wide).T
+    brightness, contrast, saturation, hue = (generator.uniform(-1, 1, (number, 4)) * MAX_CHANGES).T
     angle = 2 * np.pi * hue
     turn = np.zeros((number, 3, 3))
     turn[:, 0, 0] = 1

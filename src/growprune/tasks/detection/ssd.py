@@ -34,25 +34,17 @@ def default_boxes(device: torch.device) -> Tensor:
 
     Their order is that of the model's outputs: feature map, box of the cell, row, column.
     """
-    rows = [
-        (column * step, row * step, width, height)
-        for level, (size, pixels) in enumerate(zip(FEATURE_SIZES, STEPS, strict=True))
-        for step in (pixels / IMAGE_SIZE,)
-        for width, height in _sizes(level)
-        for row, column in itertools.product((cell + 0.5 for cell in range(size)), repeat=2)
-    ]
-    return torch.tensor(rows, device="cpu").clamp(0, 1).to(device)
-
-
-def _sizes(level: int) -> list[tuple[float, float]]:
-    """Return widths and heights of the boxes of a cell: two squares, then the others, wide and high."""
-    small, large = (scale / IMAGE_SIZE for scale in SCALES[level : level + 2])
-    middle = math.sqrt(small * large)
-    sizes = [(small, small), (middle, middle)]
-    for aspect in ASPECTS[level]:
-        long, short = small * math.sqrt(aspect), small / math.sqrt(aspect)
-        sizes += [(long, short), (short, long)]
-    return sizes
+    boxes = []
+    for level, size in enumerate(FEATURE_SIZES):
+        step, (small, large) = STEPS[level] / IMAGE_SIZE, (scale / IMAGE_SIZE for scale in SCALES[level : level + 2])
+        middle = math.sqrt(small * large)
+        sizes = [(small, small), (middle, middle)]  # two squares, then the others, wide and high
+        for aspect in ASPECTS[level]:
+            long, short = small * math.sqrt(aspect), small / math.sqrt(aspect)
+            sizes += [(long, short), (short, long)]
+        cells = list(itertools.product((cell + 0.5 for cell in range(size)), repeat=2))
+        boxes += [(column * step, row * step, *sides) for sides in sizes for row, column in cells]
+    return torch.tensor(boxes, device="cpu").clamp(0, 1).to(device)
 
 
 def match(boxes: Tensor, labels: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +65,7 @@ def match(boxes: Tensor, labels: Tensor, anchors: Tensor) -> tuple[Tensor, Tenso
     overlap = torch.where(claimed & ~absent, overlap + 2, overlap)  # above all unclaimed ones
     best, index = overlap.max(2)  # (B, A)
     matched = labels.gather(1, index).where(best > MATCH_IOU, 0)
-    return boxes.gather(1, index.unsqueeze(2).expand(-1, -1, 4)), matched
+    return _take(boxes, index), matched
 
 
 CENTRE_VARIANCE, SIZE_VARIANCE = 0.1, 0.2
@@ -156,23 +148,15 @@ def suppress(boxes: Tensor, valid: Tensor) -> Tensor:
     for start in range(0, len(occupied), 256):  # 256 lists of 200 boxes have 10 million pairs
         rows = occupied[start : start + 256]
         most = 1 + int(valid[rows].any(0).nonzero().max())
-        kept[rows, :most] = _suppress(boxes[rows, :most], valid[rows, :most])
+        some, candidates = boxes[rows, :most], valid[rows, :most]
+        overlapping = (iou(some, some) > NMS_IOU).triu(1)  # (N, K, K): the row is the earlier box
+        # A box stays unless an earlier box that stays overlaps it. Repeating this rule settles the boxes from the first
+        # to the last, so it ends at the only solution, in practice after a few rounds.
+        before, stay = None, candidates
+        while before is None or not torch.equal(stay, before):
+            before, stay = stay, candidates & ~(overlapping & stay.unsqueeze(2)).any(1)
+        kept[rows, :most] = stay
     return kept
-
-
-def _suppress(boxes: Tensor, valid: Tensor) -> Tensor:
-    """Compute greedy suppression without a loop over boxes.
-
-    A box stays unless an earlier box that stays overlaps it. Repeating this rule settles the boxes from the first to
-    the last, so it ends at the only solution, in practice after a few rounds.
-    """
-    overlapping = (iou(boxes, boxes) > NMS_IOU).triu(1)  # (N, K, K): the row is the earlier box
-    kept = valid
-    while True:
-        stay = valid & ~(overlapping & kept.unsqueeze(2)).any(1)
-        if torch.equal(stay, kept):
-            return kept
-        kept = stay
 
 
 NEGATIVES_PER_POSITIVE = 3
@@ -244,8 +228,10 @@ class SSD(nn.Module):
             _block(inputs, middle, outputs, shrinks=index < 3)
             for index, ((inputs, outputs), middle) in enumerate(zip(pairwise(channels), middles, strict=True))
         )
-        self.loc = _heads(channels, 4)
-        self.conf = _heads(channels, 1 + num_classes)
+        maps = list(zip(channels, BOXES_PER_CELL, strict=True))
+        self.loc = nn.ModuleList(Convolution(inputs, 4 * boxes, 3, padding=1) for inputs, boxes in maps)
+        outputs = 1 + num_classes
+        self.conf = nn.ModuleList(Convolution(inputs, outputs * boxes, 3, padding=1) for inputs, boxes in maps)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return offsets from the anchors (B, 8732, 4) and logits (B, 8732, 1 + classes) of images (B, 3, 300, 300)."""
@@ -266,11 +252,6 @@ def _block(inputs: int, middle: int, outputs: int, *, shrinks: bool) -> nn.Seque
         nn.BatchNorm2d(outputs),
         nn.ReLU(),
     )
-
-
-def _heads(channels: list[int], num_values: int) -> nn.ModuleList:
-    sizes = zip(channels, BOXES_PER_CELL, strict=True)
-    return nn.ModuleList(Convolution(inputs, boxes * num_values, 3, padding=1) for inputs, boxes in sizes)
 
 
 def _read(heads: nn.ModuleList, maps: list[Tensor], num_values: int) -> Tensor:

@@ -25,7 +25,6 @@ class PartSegmentation(Task):
     """The folder of the benchmark with normals, its parent, or a zip file of it; see shapenet.py."""
     num_points: int = 2048
     """Points per shape. Drawn anew in each epoch, and fixed in evaluation."""
-    use_normals: bool = True
     batch_size: int = 32
     width: float = 1.0
     """Scales the numbers of channels."""
@@ -36,14 +35,12 @@ class PartSegmentation(Task):
     """Range of the random scale of a shape in training."""
     shift: float = 0.1
     """Maximum random shift along each axis in training."""
-    votes: int = 1
-    """Number of evaluations per shape with different centres. Their logits are added."""
 
     metric = "instance_miou"
     initialises_modules = True
 
     def __post_init__(self) -> None:
-        for name in ("num_points", "batch_size", "width", "detail", "votes"):
+        for name in ("num_points", "batch_size", "width", "detail"):
             if not getattr(self, name) > 0:
                 raise GrowpruneError(f"{name} must be > 0, got {getattr(self, name)}")
         check_fields(self, least={}, rates=("dropout",))
@@ -54,7 +51,6 @@ class PartSegmentation(Task):
 
     def build_model(self) -> nn.Module:
         return PointNet2(
-            inputs=6 if self.use_normals else 3,
             num_categories=NUM_CATEGORIES,
             num_parts=NUM_PARTS,
             width=self.width,
@@ -71,7 +67,7 @@ class PartSegmentation(Task):
         return [*(replace(self, width=self.width * n / 128) for n in range(1, 128)), self]
 
     def example(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros(1, self.num_points, 6 if self.use_normals else 3), torch.zeros(1, dtype=torch.long)
+        return torch.zeros(1, self.num_points, 6), torch.zeros(1, dtype=torch.long)
 
     def num_batches(self) -> int:
         return -(-len(shapenet.load(self.data)["train"]) // self.batch_size)
@@ -83,7 +79,10 @@ class PartSegmentation(Task):
             state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]
             generator = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
             points, categories, labels = shapes.draw(indices.to(device), self.num_points, generator)
-            yield self._augment(self._seen(points), generator), categories, labels
+            draws = torch.rand(len(points), 1, 4, generator=generator, device=device)
+            low, high = self.scale
+            xyz = points[..., :3] * (low + (high - low) * draws[..., :1]) + self.shift * (2 * draws[..., 1:] - 1)
+            yield torch.cat([xyz, points[..., 3:]], 2), categories, labels
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         points, categories, labels = batch
@@ -95,24 +94,9 @@ class PartSegmentation(Task):
         whole = shapenet.evaluation_set(self.data, split, self.num_points, device)
         ious, accuracies = [], []
         for points, categories, labels in zip(*(torch.split(t, self.batch_size) for t in whole), strict=True):
-            predicted = shapenet.predict(self._logits(model, self._seen(points), categories), categories)
+            predicted = shapenet.predict(model(points, categories).float(), categories)
             ious.append(shapenet.shape_ious(predicted, labels, categories))
             accuracies.append((predicted == labels).double().mean(1))
         instance, by_class = shapenet.mean_ious(torch.cat(ious), whole[1])
         accuracy = float(torch.cat(accuracies).mean())
         return {"instance_miou": 100 * instance, "class_miou": 100 * by_class, "accuracy": 100 * accuracy}
-
-    def _logits(self, model: nn.Module, points: Tensor, categories: Tensor) -> Tensor:
-        """Add the logits of all votes. Each vote starts from another first centre."""
-        shifts = [vote * self.num_points // self.votes for vote in range(self.votes)]
-        votes = [model(points.roll(-n, 1), categories).float().roll(n, 1) for n in shifts]
-        return torch.stack(votes).sum(0)
-
-    def _seen(self, points: Tensor) -> Tensor:
-        return points if self.use_normals else points[..., :3]
-
-    def _augment(self, points: Tensor, generator: torch.Generator) -> Tensor:
-        draws = torch.rand(len(points), 1, 4, generator=generator, device=points.device)
-        low, high = self.scale
-        xyz = points[..., :3] * (low + (high - low) * draws[..., :1]) + self.shift * (2 * draws[..., 1:] - 1)
-        return torch.cat([xyz, points[..., 3:]], 2)

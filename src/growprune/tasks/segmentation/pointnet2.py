@@ -33,16 +33,14 @@ NUM_CENTRES = (512, 128)
 
 
 class PointNet2(nn.Module):
-    """Predicts logits of parts, (B, N, num_parts), from points (B, N, inputs), xyz first, and categories (B,).
+    """Predicts logits of parts, (B, N, num_parts), from points (B, N, 6), xyz and normals, and categories (B,).
 
     Args:
         width: scales all numbers of channels.
         detail: scales the numbers of centres and of neighbours.
     """
 
-    def __init__(
-        self, *, inputs: int, num_categories: int, num_parts: int, width: float, detail: float, dropout: float
-    ) -> None:
+    def __init__(self, *, num_categories: int, num_parts: int, width: float, detail: float, dropout: float) -> None:
         super().__init__()
         self.num_categories = num_categories
 
@@ -52,12 +50,12 @@ class PointNet2(nn.Module):
         def scales(full: Sequence[Scale]) -> list[Scale]:
             return [Scale(s.radius, scaled(s.num_neighbours, detail), wide(*s.widths)) for s in full]
 
-        self.sa1 = SetAbstraction(inputs, scaled(NUM_CENTRES[0], detail), scales(SA1))
+        self.sa1 = SetAbstraction(6, scaled(NUM_CENTRES[0], detail), scales(SA1))
         self.sa2 = SetAbstraction(self.sa1.outputs, scaled(NUM_CENTRES[1], detail), scales(SA2))
         self.sa3 = GlobalAbstraction(self.sa2.outputs, wide(256, 512, 1024))
         self.fp3 = FeaturePropagation(self.sa2.outputs + self.sa3.outputs, wide(256, 256))
         self.fp2 = FeaturePropagation(self.sa1.outputs + self.fp3.outputs, wide(256, 128))
-        self.fp1 = FeaturePropagation(num_categories + 3 + inputs + self.fp2.outputs, wide(128, 128))
+        self.fp1 = FeaturePropagation(num_categories + 3 + 6 + self.fp2.outputs, wide(128, 128))
         (hidden,) = wide(128)
         self.conv1 = nn.Conv1d(self.fp1.outputs, hidden, 1, bias=False)
         self.bn1 = nn.BatchNorm1d(hidden)
@@ -207,23 +205,17 @@ def ball_query(distances: Tensor, radius: float, num_neighbours: int) -> Tensor:
     return torch.where(index < num_points, index, index[..., :1])  # (B, S, num_neighbours)
 
 
-def three_nearest(xyz: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the three nearest known points of each point, and weights in proportion to 1 / squared distance.
-
-    >>> index, weights = three_nearest(torch.tensor([[[0.0, 0, 0]]]), torch.tensor([[[1.0, 0, 0], [0, 2.0, 0]]]))
-    >>> index.tolist(), [round(w, 3) for w in weights.flatten().tolist()]
-    ([[[0, 1]]], [0.8, 0.2])
-    """
-    distances, index = squared_distances(xyz, known).topk(min(3, known.shape[1]), largest=False)
-    closeness = 1 / (distances + 1e-8)
-    return index, closeness / closeness.sum(-1, keepdim=True)  # (B, N, 3) both
-
-
 def interpolate(xyz: Tensor, known: Tensor, features: Tensor) -> Tensor:
-    """Interpolate features at points from the features of known points."""
+    """Interpolate features at points from the three nearest known points, weighted by 1 / squared distance.
+
+    >>> interpolate(torch.zeros(1, 1, 3), torch.tensor([[[1.0, 0, 0], [0, 2.0, 0]]]), torch.tensor([[[10.0], [20.0]]]))
+    tensor([[[12.]]])
+    """
     if known.shape[1] == 1:
         return features.expand(-1, xyz.shape[1], -1)
     with torch.no_grad():
-        index, weights = three_nearest(xyz, known)
+        distances, index = squared_distances(xyz, known).topk(min(3, known.shape[1]), largest=False)
+        closeness = 1 / (distances + 1e-8)
+        weights = closeness / closeness.sum(-1, keepdim=True)  # (B, N, 3), like the index
     weighted = rows(features, index) * weights.to(features.dtype).unsqueeze(-1)
     return weighted.sum(2).to(features.dtype)  # (B, N, C); under autocast, sums are float32

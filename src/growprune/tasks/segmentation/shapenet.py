@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
-from growprune.tasks import cache
 from growprune.tasks.bad_records import BadRecords, check_split, find
 
 SYNSETS = {
@@ -53,11 +52,9 @@ NAME = "shapenetcore_partanno_segmentation_benchmark_v0_normal"
 INDEX = "synsetoffset2category.txt"
 LAYOUT = f"the folder {NAME} with {INDEX}, <synset>/<id>.txt and train_test_split/, or its parent, or a zip file of it"
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
-VERSION = "3"
-"""Version of the cache. Increase it when reading changes."""
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Points (B, N, 3 or 6), categories (B,), and the part of each point (B, N)."""
+"""Points (B, N, 6), categories (B,), and the part of each point (B, N)."""
 Floats = NDArray[np.float32]
 Root = Path | zipfile.Path
 UNREADABLE = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
@@ -100,36 +97,22 @@ class Shapes:
         return self.points[rows], self.categories[indices], self.labels[rows].long()
 
 
-FIELDS = tuple(field.name for field in fields(Shapes))
-
-
 @functools.cache
 def load(data: str) -> dict[str, Shapes]:
-    """Read the three splits, once per process, and from the cache if the files have not changed."""
+    """Read the three splits, once per process."""
     source = find(data, ".", layout=LAYOUT)
-    if (source / NAME / INDEX).is_file():
-        source = source / NAME
-    root: Root = source
-    if not source.is_dir():
-        try:
-            root = zipfile.Path(source)
-        except (zipfile.BadZipFile, OSError) as error:
-            raise GrowpruneError(
-                f"{source} is not a folder or a valid zip file ({error}). Expected {LAYOUT}"
-            ) from error
-        root = root / NAME if (root / NAME / INDEX).exists() else root
+    try:
+        root: Root = source if source.is_dir() else zipfile.Path(source)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise GrowpruneError(f"{source} is not a folder or a valid zip file ({error}). Expected {LAYOUT}") from error
+    root = root / NAME if (root / NAME / INDEX).exists() else root
     if not (root / INDEX).exists():
         raise GrowpruneError(f"{data} has no {INDEX}. Expected {LAYOUT}")
-    lists = {split: f"train_test_split/shuffled_{name}_file_list.json" for split, name in SPLITS.items()}
-    entries = {split: _read_list(data, relative, root) for split, relative in lists.items()}
-    names = [*lists.values(), *(_file_name(entry) for split in SPLITS for entry in entries[split])]
-    key = cache.key_of(source, names, VERSION)
-    if (arrays := cache.load_arrays(source, key)) is not None:
-        return {split: Shapes(*(torch.from_numpy(arrays[f"{split}.{k}"]) for k in FIELDS)) for split in SPLITS}
+    entries = {split: _read_list(data, name, root) for split, name in SPLITS.items()}
     bad = BadRecords(data, len(entries["train"]))
     shapes = {}
     for split in SPLITS:
-        read = []
+        read: list[tuple[Floats, int]] = []
         for entry in entries[split]:
             try:
                 read.append(_read_shape(entry, root))
@@ -141,17 +124,11 @@ def load(data: str) -> dict[str, Shapes]:
                 bad.skip(entry, error)
         check_split(len(read), data, split)
         shapes[split] = join(read)
-    if not bad.count:  # warn about bad shapes every time
-        stored = {f"{split}.{k}": getattr(shapes[split], k).numpy() for split in SPLITS for k in FIELDS}
-        cache.save_arrays(source, key, stored)
     return shapes
 
 
-def _file_name(entry: str) -> str:
-    return entry.removeprefix("shape_data/") + ".txt"
-
-
-def _read_list(data: str, relative: str, root: Root) -> list[str]:
+def _read_list(data: str, name: str, root: Root) -> list[str]:
+    relative = f"train_test_split/shuffled_{name}_file_list.json"
     try:
         entries = json.loads((root / relative).read_bytes())
     except FileNotFoundError as error:
@@ -167,7 +144,7 @@ def _read_list(data: str, relative: str, root: Root) -> list[str]:
 
 def _read_shape(entry: str, root: Root) -> tuple[Floats, int]:
     """Read the points of a shape as a matrix, and its category."""
-    file = _file_name(entry)
+    file = entry.removeprefix("shape_data/") + ".txt"
     synset, *rest = file.split("/")
     if len(rest) != 1:
         raise GrowpruneError("it must be shape_data/<synset>/<id>")
@@ -179,7 +156,12 @@ def _read_shape(entry: str, root: Root) -> tuple[Floats, int]:
         raise GrowpruneError(f"{file} does not exist") from error
     except UNREADABLE as error:
         raise GrowpruneError(f"cannot read {file} ({error})") from error
-    matrix, category = parse(text), list(SYNSETS).index(synset)
+    if not text.strip():
+        raise GrowpruneError("the shape has no points")
+    matrix = np.loadtxt(text.splitlines(), dtype=np.float32, comments=None, ndmin=2)  # whose errors name the line
+    if matrix.shape[1] != 7:
+        raise GrowpruneError(f"its lines have {matrix.shape[1]} numbers, not the 7 of x y z nx ny nz label")
+    category = list(SYNSETS).index(synset)
     wrong = ~np.isfinite(matrix).all(1)
     if wrong.any():
         raise GrowpruneError(f"point {wrong.argmax() + 1} has a non-finite value")
@@ -191,15 +173,6 @@ def _read_shape(entry: str, root: Root) -> tuple[Floats, int]:
             f"got {matrix[wrong.argmax(), 6]:g} for point {wrong.argmax() + 1}"
         )
     return matrix, category
-
-
-def parse(text: str) -> Floats:
-    if not text.strip():
-        raise GrowpruneError("the shape has no points")
-    matrix = np.loadtxt(text.splitlines(), dtype=np.float32, comments=None, ndmin=2)  # whose errors name the line
-    if matrix.shape[1] != 7:
-        raise GrowpruneError(f"its lines have {matrix.shape[1]} numbers, not the 7 of x y z nx ny nz label")
-    return matrix
 
 
 def join(shapes: list[tuple[Floats, int]]) -> Shapes:
@@ -218,7 +191,7 @@ def join(shapes: list[tuple[Floats, int]]) -> Shapes:
 def shapes_on(data: str, split: str, device: torch.device) -> Shapes:
     """Copy the shapes of a split to a device, once."""
     shapes = load(data)[split]
-    return Shapes(*(getattr(shapes, name).to(device) for name in FIELDS))
+    return Shapes(*(getattr(shapes, field.name).to(device) for field in fields(Shapes)))
 
 
 @functools.cache

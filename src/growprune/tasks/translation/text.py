@@ -2,7 +2,7 @@
 
 A split has two files with one sentence per line: line n of one translates line n of the other. The splits of a data
 folder are read and encoded once per process. Byte-pair pieces are learned from the training text of both languages
-together; this is deterministic, and stored in the cache folder of the user with a digest of the text.
+together; this is deterministic, and stored in the cache folder of the user under a digest of the text.
 
 Sentences are padded to multiples of 8 tokens. Pairs are sorted by their padded lengths and cut into batches at places
 that depend only on these lengths. A seed shuffles the pairs of equal padded lengths, and the order of the batches. So
@@ -12,10 +12,12 @@ every epoch has the same number of batches of the same shapes, with other pairs 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import hashlib
 import io
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, need, warn
-from growprune.tasks import cache
+from growprune.files.disk import replacing
 from growprune.tasks.bad_records import BadRecords, check_split, find
 from growprune.tasks.task import Split
 from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK
@@ -51,9 +53,6 @@ class Sentences:
     def of(cls, tokens: NDArray[np.int32], lengths: Integers) -> Sentences:
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
         return cls(torch.from_numpy(tokens), torch.from_numpy(starts), torch.from_numpy(lengths))
-
-    def subset(self, kept: Tensor) -> Sentences:
-        return Sentences(self.tokens, self.starts[kept], self.lengths[kept])
 
     def take(self, indices: Tensor, width: int) -> Tensor:
         """Return some sentences as (B, width), padded."""
@@ -110,14 +109,21 @@ class Batches:
 
     def __init__(self, pairs: Pairs, max_tokens: int) -> None:
         self.pairs = pairs
-        source, target = (_padded(lengths.numpy()) for lengths in pairs.lengths())
+        source, target = (-(-lengths.numpy() // MULTIPLE) * MULTIPLE for lengths in pairs.lengths())
         longer = np.maximum(source, target)
         order = np.lexsort((source, target, longer))
         shapes = np.stack([longer, target, source], 1)[order]
         is_new = np.concatenate([[False], (shapes[1:] != shapes[:-1]).any(1)])
         self._group = np.empty(len(pairs), np.int32)
         self._group[order] = np.cumsum(is_new)
-        self.cuts = list(_cut(source[order], target[order], longer[order], max_tokens))
+        source, target, longer = source[order], target[order], longer[order]
+        self.cuts: list[Cut] = []
+        start = 0
+        while start < len(longer):  # the last pair of a batch is the longest, because `longer` never falls
+            end = min(len(longer), start + max(1, max_tokens // int(longer[start])))
+            end = start + max(1, min(end - start, max_tokens // int(longer[end - 1])))
+            self.cuts.append(Cut(start, end, int(source[start:end].max()), int(target[start:end].max())))
+            start = end
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -144,20 +150,6 @@ class Batches:
         places = torch.from_numpy(order).to(device)  # once, so that the host does not wait for each batch
         for cut in cuts:
             yield pairs.batch(places[cut.start : cut.end], cut.source_width, cut.target_width)
-
-
-def _padded(lengths: Integers) -> Integers:
-    return -(-lengths // MULTIPLE) * MULTIPLE
-
-
-def _cut(source: Integers, target: Integers, longer: Integers, max_tokens: int) -> Iterator[Cut]:
-    """Cut sorted pairs into batches. The last pair of a batch is the longest, because `longer` never falls."""
-    start = 0
-    while start < len(longer):
-        end = min(len(longer), start + max(1, max_tokens // int(longer[start])))
-        end = start + max(1, min(end - start, max_tokens // int(longer[end - 1])))
-        yield Cut(start, end, int(source[start:end].max()), int(target[start:end].max()))
-        start = end
 
 
 CHUNK = 10_000
@@ -222,16 +214,26 @@ def learn(lines: Iterable[str], vocab_size: int) -> bytes:
 
 
 def learn_once(read: Callable[[], Iterable[str]], vocab_size: int, files: tuple[Path, ...]) -> bytes:
-    """Return the result of `learn` for the lines of these files, from the cache if possible."""
-    digest = hashlib.sha256(f"bpe 1 {vocab_size}".encode())
+    """Return the result of `learn` for the lines of these files, from the user's cache folder if possible.
+
+    A cache that cannot be read or written is ignored.
+    """
+    digest = hashlib.sha256(f"bpe 2 {vocab_size}".encode())
     for file in files:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
-    key, place = digest.hexdigest(), files[0].parent / "-".join(["bpe", str(vocab_size), *(f.name for f in files)])
-    if arrays := cache.load_arrays(place, key):
-        return arrays["model"].tobytes()
+    given, kept = os.environ.get("XDG_CACHE_HOME"), None
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        kept = (Path(given) if given else Path.home() / ".cache") / "growprune" / f"bpe-{digest.hexdigest()[:32]}"
+        content = kept.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            return content[32:]
     model = learn(read(), vocab_size)
-    cache.save_arrays(place, key, {"model": np.frombuffer(model, np.uint8)})
+    if kept is not None:
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(kept) as stream:  # a concurrent reader sees the old file or the new one
+                stream.write(hashlib.sha256(model).digest() + model)
     return model
 
 
@@ -319,7 +321,7 @@ def load_training(data: str, source: str, target: str, vocab_size: int, max_leng
         )
     if num_long:
         warn(f"{data}: skipped {num_long} of {len(pairs)} training pairs with more than {max_length} tokens")
-        pairs = Pairs(pairs.source.subset(kept), pairs.target.subset(kept))
+        pairs = Pairs(*(Sentences(s.tokens, s.starts[kept], s.lengths[kept]) for s in (pairs.source, pairs.target)))
     return Batches(pairs, max_tokens)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -30,8 +29,8 @@ class Transformer(nn.Module):
     def __init__(self, task: Translation) -> None:
         super().__init__()
         self.embedding = Embedding(task.vocab_size, task.d_model)
-        self.encoder = Stack(task.d_model, (EncoderLayer(task) for _ in range(task.encoder_layers)))
-        self.decoder = Stack(task.d_model, (DecoderLayer(task) for _ in range(task.decoder_layers)))
+        self.encoder = Stack(task.d_model, (Layer(task, is_decoder=False) for _ in range(task.encoder_layers)))
+        self.decoder = Stack(task.d_model, (Layer(task, is_decoder=True) for _ in range(task.decoder_layers)))
         self.dropout = nn.Dropout(task.dropout)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -39,12 +38,12 @@ class Transformer(nn.Module):
         memory, mask = self.encode(source)
         x = self.embed(target)
         for layer in self.decoder_layers:
-            x = layer(x, *layer.cross_attention.keys_values(memory), mask)
+            x = layer(x, mask, layer.cross_attention.keys_values(memory))
         return self.logits(x)
 
     @property
-    def decoder_layers(self) -> list[DecoderLayer]:
-        return cast("list[DecoderLayer]", list(self.decoder.layers))
+    def decoder_layers(self) -> list[Layer]:
+        return cast("list[Layer]", list(self.decoder.layers))
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """Return the encoder output of a source (B, S, C), and the mask of tokens that are not padding (B, 1, 1, S)."""
@@ -75,51 +74,42 @@ class Stack(nn.Module):
         self.norm = nn.LayerNorm(d_model)
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each with a norm before it and a residual connection."""
+class Layer(nn.Module):
+    """Self-attention, attention to the source in the decoder, and feed-forward.
 
-    def __init__(self, task: Translation) -> None:
+    Each has a norm before it and a residual connection.
+    """
+
+    def __init__(self, task: Translation, *, is_decoder: bool) -> None:
         super().__init__()
         self.self_attention_norm = nn.LayerNorm(task.d_model)
         self.self_attention = Attention(task)
+        if is_decoder:
+            self.cross_attention_norm = nn.LayerNorm(task.d_model)
+            self.cross_attention = Attention(task)
         self.ffn_norm = nn.LayerNorm(task.d_model)
         self.fc1 = Linear(task.d_model, task.ffn)
         self.fc2 = Linear(task.ffn, task.d_model)
         self.dropout = nn.Dropout(task.dropout)
         self.relu_dropout = nn.Dropout(task.relu_dropout)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        y = self.self_attention_norm(x)
-        x = x + self.dropout(self.self_attention(y, *self.self_attention.keys_values(y), mask=mask))
-        y = self.relu_dropout(F.relu(self.fc1(self.ffn_norm(x))))
-        return x + self.dropout(self.fc2(y))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, mask: Tensor, source: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Run the layer on whole sentences (B, T, C).
 
+        Args:
+            mask: the source tokens that are not padding. A decoder also has a causal mask, which hides padding too:
+                padding is at the end, where only padding attends to it.
+            source: the keys and values of the source for this layer, in the decoder.
+        """
+        y, is_encoder = self.self_attention_norm(x), source is None
+        keys_values = self.self_attention.keys_values(y)
+        y = self.self_attention(y, *keys_values, mask=mask if is_encoder else None, is_causal=not is_encoder)
+        return self.after_self_attention(x + self.dropout(y), mask, source)
 
-class DecoderLayer(nn.Module):
-    """Causal self-attention, attention to the source, and feed-forward."""
-
-    def __init__(self, task: Translation) -> None:
-        super().__init__()
-        self.self_attention_norm = nn.LayerNorm(task.d_model)
-        self.self_attention = Attention(task)
-        self.cross_attention_norm = nn.LayerNorm(task.d_model)
-        self.cross_attention = Attention(task)
-        self.ffn_norm = nn.LayerNorm(task.d_model)
-        self.fc1 = Linear(task.d_model, task.ffn)
-        self.fc2 = Linear(task.ffn, task.d_model)
-        self.dropout = nn.Dropout(task.dropout)
-        self.relu_dropout = nn.Dropout(task.relu_dropout)
-
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Run the layer on whole targets (B, T, C), with the keys and values of the source for this layer."""
-        y = self.self_attention_norm(x)
-        # A causal mask is enough: padding is at the end, where only padding attends to it.
-        y = self.self_attention(y, *self.self_attention.keys_values(y), is_causal=True)
-        return self.after_self_attention(x + self.dropout(y), keys, values, mask)
-
-    def after_self_attention(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Run the rest of the layer, in which target tokens do not interact."""
-        x = x + self.dropout(self.cross_attention(self.cross_attention_norm(x), keys, values, mask=mask))
+    def after_self_attention(self, x: Tensor, mask: Tensor, source: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Run the rest of the layer, in which the tokens do not interact."""
+        if source is not None:
+            x = x + self.dropout(self.cross_attention(self.cross_attention_norm(x), *source, mask=mask))
         y = self.relu_dropout(F.relu(self.fc1(self.ffn_norm(x))))
         return x + self.dropout(self.fc2(y))  # type: ignore[no-any-return]
 
@@ -181,7 +171,7 @@ class Decoding:
                 kept[:, :, self.position] = new[:, :, 0]
             y = layer.self_attention(y, *past[:, :, :, : self.position + 1])
             # All hypotheses of a sentence attend to the same source, like the tokens of a target: one copy is enough.
-            x = layer.after_self_attention(x + y.view_as(x), *source, self._mask)
+            x = layer.after_self_attention(x + y.view_as(x), self._mask, source)
         self.position += 1
         return self.model.logits(x)
 
@@ -249,66 +239,42 @@ def beam_search(
     limits = (lengths + LONGER).clamp(max=max_length)
     max_steps = min(source.shape[1] + LONGER - 1, max_length) + 1  # known without waiting for the device
     decoding = Decoding(model, source, beam=beam, max_steps=max_steps)
-    tokens = torch.arange(model.embedding.num_embeddings, device=source.device)
-    is_end = tokens == EOS
-    is_no_text = (tokens <= UNK) & ~is_end | (tokens >= num_pieces)
-    beams = Beams.start(len(source), beam, max_steps, source.device)
+    vocabulary = torch.arange(model.embedding.num_embeddings, device=source.device)
+    is_end = vocabulary == EOS
+    is_no_text = (vocabulary <= UNK) & ~is_end | (vocabulary >= num_pieces)
+    sentences = torch.arange(len(source), device=source.device)
+    # The hypotheses of each sentence: scores (B, K), tokens (B, K, T), and the newest of them (B, K).
+    alive = torch.full((len(source), beam), -torch.inf, device=source.device)
+    alive[:, 0] = 0.0  # the others would repeat the first
+    hypotheses = torch.full((len(source), beam, max_steps), PAD, device=source.device)
+    newest = torch.full((len(source), beam), BOS, device=source.device)
+    # The best finished hypothesis of each sentence (B, T), its score (B,), and the number of all that are finished.
+    best = hypotheses[:, 0].clone()
+    best_scores = torch.full((len(source),), -torch.inf, device=source.device)
+    num_finished = torch.zeros_like(best_scores)
     for step in range(max_steps):
-        log_p = decoding.next(beams.newest).float().log_softmax(2)
+        log_p = decoding.next(newest).float().log_softmax(2)
         must_end, must_go_on = (step >= limits)[:, None, None], (step < lengths.clamp(max=1))[:, None, None]
         is_out = is_no_text | (~is_end & must_end) | (is_end & must_go_on)
-        scores = beams.scores[:, :, None] + log_p.masked_fill(is_out, -torch.inf)
-        best, places = scores.flatten(1).topk(2 * beam)  # (B, 2 K), best first
-        candidates = best, places // len(tokens), places % len(tokens)  # scores, hypotheses that they continue, tokens
-        beams.finish(*candidates, step=step, length_penalty=length_penalty)
-        origin = beams.advance(*candidates, step=step)
+        scores, places = (alive[:, :, None] + log_p.masked_fill(is_out, -torch.inf)).flatten(1).topk(2 * beam)
+        origin, tokens = places // len(vocabulary), places % len(vocabulary)  # (B, 2 K), best first
+
+        # Store the candidates among the first K that end, if one is the best so far.
+        ends = ((tokens == EOS) & scores.isfinite() & (num_finished < beam)[:, None])[:, :beam]
+        score, which = torch.where(ends, scores[:, :beam] / (step + 1) ** length_penalty, -torch.inf).max(1)
+        is_better = score > best_scores
+        finished = hypotheses[sentences, origin.gather(1, which[:, None])[:, 0]]
+        best = torch.where(is_better[:, None], finished, best)
+        best_scores = torch.where(is_better, score, best_scores)
+        num_finished = num_finished + ends.sum(1)
+
+        # Keep the best K that do not end.
+        alive, chosen = scores.masked_fill(tokens == EOS, -torch.inf).topk(beam)
+        origin, newest = origin.gather(1, chosen), tokens.gather(1, chosen)
+        hypotheses = hypotheses.gather(1, origin[:, :, None].expand_as(hypotheses))
+        hypotheses[:, :, step] = newest
         if beam > 1:
             decoding.reorder(origin)
-        if step % CHECK_EVERY == CHECK_EVERY - 1 and bool(beams.is_done().all()):
+        if step % CHECK_EVERY == CHECK_EVERY - 1 and bool((num_finished >= beam).all()):
             break
-    return beams.best
-
-
-@dataclass
-class Beams:
-    """The hypotheses of each sentence, and the best finished one."""
-
-    scores: Tensor  # (B, K)
-    tokens: Tensor  # (B, K, T)
-    newest: Tensor  # (B, K)
-    best: Tensor  # (B, T)
-    best_scores: Tensor  # (B,)
-    num_finished: Tensor  # (B,)
-
-    @classmethod
-    def start(cls, batch: int, beam: int, max_steps: int, device: torch.device) -> Beams:
-        scores = torch.full((batch, beam), -torch.inf, device=device)
-        scores[:, 0] = 0.0  # the others would repeat the first
-        tokens = torch.full((batch, beam, max_steps), PAD, device=device)
-        newest = torch.full((batch, beam), BOS, device=device)
-        worst = torch.full((batch,), -torch.inf, device=device)
-        return cls(scores, tokens, newest, tokens[:, 0].clone(), worst, torch.zeros_like(worst))
-
-    def is_done(self) -> Tensor:
-        return self.num_finished >= self.scores.shape[1]
-
-    def finish(self, scores: Tensor, origin: Tensor, tokens: Tensor, *, step: int, length_penalty: float) -> None:
-        """Store the candidates among the first K that end, if one is the best so far."""
-        beam = self.scores.shape[1]
-        ends = (tokens == EOS) & scores.isfinite() & ~self.is_done()[:, None]
-        finished = torch.where(ends, scores / (step + 1) ** length_penalty, -torch.inf)[:, :beam]
-        score, which = finished.max(1)
-        hypothesis = self.tokens[torch.arange(len(which), device=which.device), origin.gather(1, which[:, None])[:, 0]]
-        is_better = score > self.best_scores
-        self.best = torch.where(is_better[:, None], hypothesis, self.best)
-        self.best_scores = torch.where(is_better, score, self.best_scores)
-        self.num_finished = self.num_finished + ends[:, :beam].sum(1)
-
-    def advance(self, scores: Tensor, origin: Tensor, tokens: Tensor, *, step: int) -> Tensor:
-        """Keep the best K candidates that do not end, and return the hypotheses they continue (B, K)."""
-        beam = self.scores.shape[1]
-        self.scores, chosen = scores.masked_fill(tokens == EOS, -torch.inf).topk(beam)
-        origin, self.newest = origin.gather(1, chosen), tokens.gather(1, chosen)
-        self.tokens = self.tokens.gather(1, origin[:, :, None].expand_as(self.tokens))
-        self.tokens[:, :, step] = self.newest
-        return origin
+    return best
