@@ -141,11 +141,6 @@ def test_settings_that_do_not_exist_or_do_not_fit(options: dict[str, Any], match
     refused(chain(), [inputs()], match, **options)
 
 
-def test_a_batch_that_the_model_cannot_compute() -> None:
-    match = "the model cannot compute batch 1 of the calibration, a tuple .*pass forward=lambda model, batch"
-    refused(chain(), [inputs(), (inputs(), torch.zeros(20))], match)
-
-
 def test_a_hessian_that_cannot_be_inverted_is_dampened_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = torch.linalg.cholesky_ex, []
 

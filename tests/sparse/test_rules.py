@@ -1,6 +1,5 @@
 """Training rules: ADMM worked out by hand on four numbers, its state, and where it does not go."""
 
-import copy
 from typing import Any
 
 import few_weights
@@ -8,9 +7,7 @@ import pytest
 import torch
 from few_weights import Eight
 from plan_cases import frozen, sgd, small_net, train_step
-from torch import nn
 
-import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.methods import METHODS
@@ -79,18 +76,6 @@ def test_admm_projects_onto_blocks() -> None:
     assert of_rule(sparse)[0] == [0, 0, 3, 3]
 
 
-def test_the_rule_is_over_with_its_phase_and_its_weights_are_pruned() -> None:
-    model, sparse, cursor, optimizer = ruled()
-    for _ in range(3):
-        pass_one(model, optimizer, (0, 0, 0, 0))
-        assert sparse.masks["weight"].all()
-    pass_one(model, optimizer, (0, 0, 0, 0))
-    assert sparse.rule is None
-    assert sparse.masks["weight"].tolist() == [[True, True, False, False]]
-    assert pass_one(model, optimizer, (0, 0, 0, 0)) == [0, 0, 0, 0]
-    assert cursor.is_over
-
-
 @pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
 def test_a_rule_may_be_of_one_part(allocation: str) -> None:
     model = small_net()
@@ -149,26 +134,3 @@ def test_a_rule_that_goes_by_the_learning_rate_asks_for_one(method: str, who: st
             optimizer.step()
         assert frozen(model.state_dict()) == before
     assert not any(parameter.isnan().any() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["dpf", "str", "admm", "deepr"])
-def test_a_state_in_memory_stays_as_it_was_taken(name: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    options = {"begin": 0.0} if name == "admm" else {}
-    sparsifier = gp.sparsify(model, optimizer, name, sparsity=0.5, iterations=20, **options)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.ones(4, 8)).square().mean().backward()
-            optimizer.step()
-
-    train(5)
-    taken = sparsifier.state_dict()["cursor"]["rule"]
-    before = copy.deepcopy(taken)
-    train(3)
-    for key, value in before.items():
-        for inner in value if isinstance(value, dict) else ():
-            assert torch.equal(torch.as_tensor(value[inner]), torch.as_tensor(taken[key][inner])), (key, inner)

@@ -173,14 +173,6 @@ def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
         assert not torch.equal(merged[name], ends[1][name]), "the branches differ, so the test can tell them apart"
 
 
-def test_a_merge_brings_the_masks_of_the_grown_parts() -> None:
-    sparse = make()
-    plan = parallel_gap(two_halves(sparse.model), sparsity=0.75, steps=1, epochs=1, finetune=0)
-    for _ in ForkCursor(sparse, [*plan][:2]):
-        pass
-    assert alive(sparse) == [72, 144, 36]
-
-
 def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
     sparse = make()
     S = Partition.per_layer(sparse.model)
@@ -231,21 +223,6 @@ def test_a_branch_may_end_sparse() -> None:
     assert alive(sparse) == [36, 72, 18]
 
 
-def test_running_statistics_at_a_merge_by_hand() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
-    sparse = SparseModel(model, sparsity=0.5)
-    S = Partition.of(model, [["0", "1"], ["2", "3"]])
-    fork = Fork(*(Branch(Phase(grow(P), epochs=1), returns=P) for P in S))
-    for scheduled in phases_of(sparse, [fork, Phase()]):
-        if scheduled.branch is not None:
-            model[1].running_mean.fill_(10 + scheduled.branch)
-            model[3].running_mean.fill_(20 + scheduled.branch)
-            model[3].num_batches_tracked.fill_(scheduled.branch)
-    assert model[1].running_mean.tolist() == [10, 10]
-    assert model[3].running_mean.tolist() == [21, 21]
-    assert int(model[3].num_batches_tracked) == 1
-
-
 # Resuming
 
 
@@ -274,12 +251,6 @@ def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
     assert all(torch.equal(mask, second.masks[name]) for name, mask in first.masks.items())
 
 
-def test_a_state_with_other_weights_is_refused() -> None:
-    state = make().state_dict()
-    with pytest.raises(ValueError, match=r"masks and the model's prunable weights differ in \['head.weight'\]"):
-        make(keep_dense=["head"]).load_state_dict(state)
-
-
 def test_loading_a_state_masks_the_model_and_its_optimizers() -> None:
     sparse, other = make(), make()
     sparse.prune()
@@ -303,12 +274,6 @@ def test_a_snapshot_restores_tensors_and_masks() -> None:
     sparse.restore(snapshot)
     check_same(sparse.model, before)
     assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
-
-
-def test_a_snapshot_of_a_part_holds_that_part_alone() -> None:
-    sparse = make()
-    part = two_halves(sparse.model)[0]
-    assert set(sparse.snapshot(part)) == set(part.tensors)
 
 
 # Equivalences

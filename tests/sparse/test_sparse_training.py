@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growprune.masks.partition import Partition
 from growprune.plan import Part, grow, prune
@@ -150,30 +149,6 @@ def test_state_that_an_optimizer_held_before_is_masked_when_it_is_attached() -> 
     check_zero_off_masks(sparse, optimizer)
 
 
-def test_attaching_twice_is_attaching_once() -> None:
-    sparse = make()
-    sparse.prune()
-    optimizer = torch.optim.SGD(sparse.model.parameters(), lr=0.1)
-    hooks = len(sparse.attach(optimizer)._optimizer_step_post_hooks)
-    assert sparse.attach(optimizer) is optimizer
-    assert len(optimizer._optimizer_step_post_hooks) == hooks
-    assert len(sparse.model.head.weight._post_accumulate_grad_hooks) == 1
-
-
-def test_two_optimizers_can_share_a_model() -> None:
-    sparse = make()
-    sparse.prune()
-    first = sparse.attach(torch.optim.Adam(sparse.model.conv.parameters()))
-    second = sparse.attach(torch.optim.SGD(sparse.model.head.parameters(), lr=0.1, momentum=0.9))
-    for batch, _ in zip(batches(), range(2), strict=False):
-        sparse.model.zero_grad()
-        backward(sparse.model, batch)
-        first.step()
-        second.step()
-    check_zero_off_masks(sparse, first)
-    check_zero_off_masks(sparse, second)
-
-
 def total_norm(model: nn.Module) -> Tensor:
     return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
@@ -216,25 +191,6 @@ def test_gradients_that_are_nan_off_the_mask_do_no_harm() -> None:
     optimizer.step()
     assert bool(weight.isfinite().all())
     assert not bool(bits(weight)[~mask].any())
-
-
-def test_a_step_that_the_gradient_scaler_skips_changes_nothing() -> None:
-    sparse = make()
-    sparse.prune()
-    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
-    scaler, data = torch.amp.GradScaler("cpu", init_scale=4.0), batches()
-    before = copy.deepcopy(list(sparse.model.parameters()))
-    for scale in (math.inf, 1.0):
-        optimizer.zero_grad()
-        batch = next(data)
-        scaler.scale(nn.functional.cross_entropy(sparse.model(batch[0]), batch[1]) * scale).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        is_same = all(torch.equal(a, b) for a, b in zip(before, sparse.model.parameters(), strict=True))
-        assert is_same == (scale == math.inf)
-        if scale != math.inf:
-            check_zero_off_masks(sparse, optimizer)
-    assert scaler.get_scale() == 2.0
 
 
 def test_training_under_autocast_keeps_zeros_exact() -> None:
@@ -286,23 +242,6 @@ def test_a_compiled_model_trains_like_the_model() -> None:
             optimizer.step()
         results.append(torch.cat([parameter.detach().flatten() for parameter in sparse.model.parameters()]))
     torch.testing.assert_close(results[0], results[1])
-
-
-def test_a_moving_average_is_made_exactly_as_sparse_as_the_model() -> None:
-    sparse = make(0.8)
-    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
-    average = AveragedModel(sparse.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for batch, _ in zip(batches(), range(3), strict=False):
-        step(sparse.model, optimizer, batch)
-        average.update_parameters(sparse.model)
-    sparse.prune()
-    before = copy.deepcopy(average.module)
-    sparse.mask_copy(average.module)
-    for name, mask in sparse.masks.items():
-        ours, theirs = average.module.get_parameter(name), before.get_parameter(name)
-        assert torch.equal(ours, torch.where(mask, theirs, 0))
-        assert not bool(bits(ours)[~mask].any())
-    assert torch.equal(average.module.head.bias, before.head.bias)
 
 
 @pytest.mark.parametrize(

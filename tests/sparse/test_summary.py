@@ -90,14 +90,6 @@ def test_alive_is_counted_and_not_assumed(pattern: str) -> None:
     assert found.rows[0].alive == int(sparse.model.weight.count_nonzero())
 
 
-def test_compact_storage_makes_no_difference() -> None:
-    masked, compact = two_layers(), two_layers(storage="compact")
-    for sparse in (masked, compact):
-        sparse.prune()
-    example = torch.zeros(1, 2, 4, 4)
-    assert summarise(compact, example) == summarise(masked, example)
-
-
 def test_a_sparse_model_reports_by_itself() -> None:
     sparse = two_layers()
     assert sparse.summary() == summarise(sparse)
