@@ -3,15 +3,18 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plan_cases import ForkCursor, all_of, check_same_bits, frozen, loss_of, sgd, small_net, thawed, train_step
+from torch import nn
 
+import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
-from growprune.methods import cyclic_gap, gmp, parallel_gap, rigl, static_random
+from growprune.methods import cyclic_gap, gmp, gradual_gap, parallel_gap, rigl, static_random
 from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
@@ -390,6 +393,68 @@ def test_what_needs_dense_tensors_is_refused_with_compact_storage_before_anythin
     with pytest.raises(GrowpruneError, match=f"by={by.value}"):
         sparse.score(by, [])
     Cursor(make()[0], plan)
+
+
+# Plans that never begin, or do not fit the model
+
+
+def planned(model: nn.Module, sparsity: float = 0.9) -> tuple[SparseModel, Plan]:
+    sparse = SparseModel(model, sparsity, allocation="global")
+    return sparse, gradual_gap(Partition.balanced(model, 2), sparsity=sparsity, iterations=20)
+
+
+def test_a_model_whose_plan_was_never_begun_is_not_saved_in_silence(tmp_path: Path) -> None:
+    model = small_net()
+    sparse, plan = planned(model)
+    cursor = Cursor(sparse, plan)
+    optimizer = sgd(model.parameters())  # cursor.attach is forgotten
+    with pytest.raises(GrowpruneError, match="the plan has not begun"):
+        train_step(model, optimizer, 0)
+    for save in (
+        lambda: gp.save(sparse, tmp_path / "model.safetensors"),
+        lambda: gp.save_pretrained(sparse, tmp_path / "folder"),
+    ):
+        with pytest.warns(UserWarning, match=r"its plan never began. Call cursor.attach\(optimizer\)"):
+            save()
+    del cursor
+
+
+def test_a_plan_that_is_made_after_the_optimizer_was_attached_is_waited_for_too() -> None:
+    model = small_net()
+    sparse, plan = planned(model)
+    optimizer = sparse.attach(sgd(model.parameters()))
+    train_step(model, optimizer, 0)
+    cursor = Cursor(sparse, plan)
+    with pytest.raises(GrowpruneError, match="the plan has not begun"):
+        train_step(model, optimizer, 1)
+    assert next(iter(cursor)).edits
+    train_step(model, optimizer, 1)
+
+
+def test_a_plan_for_another_sparsity_is_refused_when_the_cursor_is_made() -> None:
+    model = small_net()
+    sparse, _ = planned(model, 0.8)
+    _, plan = planned(small_net(), 0.9)
+    with pytest.raises(GrowpruneError, match=r"gradual_gap has sparsity=0\.9, but the SparseModel has 0\.8"):
+        Cursor(sparse, plan)
+
+
+def test_a_plan_meant_for_another_allocation_than_the_default_is_refused() -> None:
+    model = small_net()
+    plan = gmp(Partition.contiguous(model, 1), sparsity=0.9, iterations=20)
+    with pytest.raises(GrowpruneError, match=r"gmp is designed for allocation='global'"):
+        Cursor(SparseModel(model, 0.9), plan)
+    Cursor(SparseModel(model, 0.9, allocation="uniform"), plan)  # the user means it
+
+
+def test_a_partition_with_other_dense_layers_than_the_model_is_refused() -> None:
+    model = small_net()
+    sparse = SparseModel(model, 0.9, allocation="global", keep_dense=["5"])
+    plan = gradual_gap(Partition.balanced(model, 2), sparsity=0.9, iterations=20)
+    with pytest.raises(GrowpruneError, match=r"has 1,504 prunable weights, but the SparseModel has 1,440"):
+        Cursor(sparse, plan)
+    by_hand = Partition.of(model, [["0"], ["3", "5"]], keep_dense=["5"])
+    Cursor(sparse, gradual_gap(by_hand, sparsity=0.9, iterations=20))
 
 
 # What is to be scored before any training
