@@ -15,7 +15,7 @@ import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.methods import cyclic_gap, gmp, gradual_gap, parallel_gap, rigl, static_random
-from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune
+from growprune.plan import By, Phase, Plan, Stage, grow, prune
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 
@@ -193,19 +193,6 @@ def test_a_phase_that_restarts_empties_the_state_of_the_optimizer_and_another_do
         assert momenta(optimizer) == had
 
 
-def test_every_branch_has_a_fresh_optimizer_and_so_has_what_follows_a_fork() -> None:
-    sparse, S = make()
-    fork = Fork(*(Branch(Phase(grow(P), iterations=2), returns=P) for P in S))
-    cursor = ForkCursor(sparse, [Phase(prune(S.whole, to=0.75), iterations=2), fork, Phase(iterations=2)])
-    optimizer = cursor.attach(sgd(sparse.model.parameters()))
-    had = []
-    for iteration in range(10):
-        train_step(sparse.model, optimizer, iteration)
-        had.append(momenta(optimizer))
-    assert had == [6, 0, 6, 0, 6, 0, 6, 0, 6, 6]
-    assert cursor.is_over
-
-
 def test_an_optimizer_that_is_attached_twice_advances_once_a_step() -> None:
     sparse, S = make()
     cursor = Cursor(sparse, static_random(S, sparsity=0.75, iterations=4))
@@ -230,18 +217,6 @@ def test_of_several_optimizers_the_one_attached_last_advances(storage: str) -> N
         last.step()
         assert sparse.num_alive == 376
     assert cursor.is_over
-
-
-@every_storage
-def test_an_optimizer_made_before_the_plan_began_follows_its_first_edits(storage: str) -> None:
-    sparse, S = make(storage=storage)
-    optimizer = sgd(sparse.model.parameters())
-    cursor = Cursor(sparse, static_random(S, sparsity=0.75, iterations=2))
-    cursor.attach(optimizer)
-    before = frozen(sparse.model.state_dict())
-    train_step(sparse.model, optimizer, 0)
-    assert frozen(sparse.model.state_dict()) != before
-    assert sparse.num_alive == 376
 
 
 # Errors
@@ -529,22 +504,6 @@ def test_a_model_is_trained_by_one_cursor_while_another_has_not_begun(begin: str
         cursor.load_state_dict(begun.state_dict())
     train_step(sparse.model, optimizer, 0)
     assert (cursor.position, unused.position) == (0, -1)
-
-
-@pytest.mark.parametrize("mine", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-def test_iterations_count_the_branches_that_are_trained_elsewhere_too(mine: tuple[int, ...]) -> None:
-    sparse, S = make()
-    fork = Fork(*(Branch(Phase(grow(P), iterations=2 + i), returns=P) for i, P in enumerate(S)))
-    plan = [Phase(prune(S.whole, to=0.75), iterations=1), fork, Phase(iterations=2)]
-    cursor = ForkCursor(sparse, plan, is_local=lambda branch: branch in mine)
-    cursor.advance(0)
-    began = []
-    while cursor.current is not None:
-        began.append((cursor.current.index, cursor.start))
-        cursor.advance(cursor.start + cursor.length)
-    starts = {1 + branch: (1, 3, 6)[branch] for branch in mine}
-    assert began == [(0, 0), *starts.items(), (4, 10)]
-    assert cursor.iteration == 12
 
 
 def test_the_state_is_safe_to_load_and_of_plain_values() -> None:

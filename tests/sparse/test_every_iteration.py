@@ -256,11 +256,6 @@ def test_str_ends_where_the_sparsity_says_at_any_learning_rate_unless_the_loss_r
             assert float(running.s["weight"]) == pytest.approx(expected)
 
 
-def test_str_has_no_push_but_the_papers_where_that_is_given() -> None:
-    assert str_(S, sparsity=0.9, iterations=8, s_decay=0.0)[0] == Phase(iterations=6, rule=Str(ALL, s_init=-5.0))
-    assert str_(S, sparsity=0.0, iterations=8)[0] == Phase(iterations=6, rule=Str(ALL, s_init=-5.0))
-
-
 @every_optimizer
 @pytest.mark.parametrize("batches", [1, 2])
 def test_str_equals_a_plain_loop_that_has_s_as_a_parameter(optimize: Any, batches: int) -> None:
@@ -622,10 +617,9 @@ def test_a_run_tells_what_its_rule_has_reached(tmp_path: Path) -> None:
     assert all("rule" not in row for row in engine.train(toy("deepr"), tmp_path / "deepr")["history"])
 
 
-@pytest.mark.parametrize("lr", [0.02, 0.1])
-def test_str_by_itself_comes_near_its_sparsity_whatever_the_learning_rate(lr: float, tmp_path: Path) -> None:
+def test_str_by_itself_comes_near_its_sparsity(tmp_path: Path) -> None:
     recipe = replace(dense(), task=Digits(width=24), method=str_, options={"epochs": 8}, sparsity=0.9)
-    recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=lr), evaluate_every=100, exploration=False)
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=0.1), evaluate_every=100, exploration=False)
     rows = engine.train(recipe, tmp_path / "run")["history"]
     reached = [row["rule"]["sparsity"] for row in rows if "rule" in row]
     assert reached == sorted(reached)
@@ -655,13 +649,6 @@ def test_a_run_that_ends_with_an_edit_is_validated_at_its_last_iteration(tmp_pat
 def test_a_plan_shows_its_rule_beside_its_edits() -> None:
     rows = [str(row) for row in fold(walk(deepr(S, sparsity=0.75, iterations=20)))]
     assert rows == ["prune all to 0.75 by random (Deepr on all)", "train"]
-
-
-def test_every_epoch_of_deepr_can_be_the_best(tmp_path: Path) -> None:
-    result = engine.train(toy("deepr"), tmp_path / "run")
-    assert [row["alive"] for row in result["history"]] == [80] * 10
-    best = max(row["validation"]["accuracy"] for row in result["history"])
-    assert result["best"]["validation"]["accuracy"] == best
 
 
 @every_rule

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.masks.partition import Partition
 from growprune.sparse.flops import Flops, count_flops
 from growprune.sparse.model import SparseModel
 
@@ -248,12 +247,6 @@ def test_a_forward_pass_that_fails_leaves_the_model_as_it_was_too() -> None:
     assert model.training
     assert model.calls == 0
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_parts_can_be_balanced_by_flops() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1, stride=4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
-    by_layer = count(model, (1, 4, 8, 8)).by_layer
-    assert [part.tensors[0] for part in Partition.contiguous(model, 2, weigh=by_layer)] == ["0.weight", "1.weight"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from few_weights import Eight, alive, still
 from plan_cases import check_same_bits, frozen, sgd, small_net, thawed, train_step
 from torch import Tensor, nn
 
@@ -20,13 +21,8 @@ ALL = Part("all", ("weight",))
 every_storage = pytest.mark.parametrize("storage", ["masked", "compact"])
 
 
-class Few(nn.Module):
+class Few(Eight):
     """A few weights in one row."""
-
-    def __init__(self, *values: float) -> None:
-        super().__init__()
-        self.in_features = len(values)  # so that its weight is one of a layer
-        self.weight = nn.Parameter(torch.tensor([values]))
 
     def linear(self, *gradient: float) -> Callable[[], Tensor]:
         """A loss with this gradient."""
@@ -37,19 +33,11 @@ class Few(nn.Module):
         return lambda: 0.5 * self.weight[0] @ torch.tensor(A) @ self.weight[0]
 
 
-def alive(sparse: SparseModel) -> list[int]:
-    return sparse.masks["weight"].int().flatten().tolist()
-
-
 def pass_one(model: nn.Module, optimizer: torch.optim.Optimizer, *losses: Callable[[], Tensor]) -> None:
     optimizer.zero_grad()
     for loss in losses:
         loss().backward()
     optimizer.step()
-
-
-def still(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 # SNIP

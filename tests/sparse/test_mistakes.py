@@ -463,13 +463,6 @@ def test_a_state_of_something_else_is_refused() -> None:
 # Optimizers
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    sparse, optimizer = pruned(), torch.optim.SGD(mlp().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"the optimizer has no parameter of the model"):
-        sparse.attach(optimizer)
-    assert not optimizer._optimizer_step_post_hooks
-
-
 def test_an_optimizer_made_before_a_compact_edit_is_refused_after_it() -> None:
     model = mlp()
     sparse, optimizer = gp.SparseModel(model, sparsity=0.9, storage="compact"), torch.optim.SGD(model.parameters(), 0.1)

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,17 +136,6 @@ def test_a_convolution_is_pruned_like_the_linear_layer_on_its_patches(by: str, p
     gp.prune_pretrained(convolution, [x], by=by, pattern=pattern)
     gp.prune_pretrained(linear, [patches], by=by, pattern=pattern)
     torch.testing.assert_close(convolution.weight.permute(0, 2, 3, 1).reshape(6, 72), linear.weight)
-
-
-def test_the_groups_of_a_convolution_are_pruned_like_convolutions_of_their_own() -> None:
-    torch.manual_seed(0)
-    whole, x = nn.Conv2d(8, 8, 3, groups=2, bias=False).double(), torch.randn(4, 8, 6, 6).double()
-    halves = [nn.Conv2d(4, 4, 3, bias=False).double() for _ in range(2)]
-    for half, weight in zip(halves, whole.weight.detach().chunk(2), strict=True):
-        half.weight.data = weight.clone()
-        gp.prune_pretrained(half, [x[:, :4] if half is halves[0] else x[:, 4:]], pattern="1:2")
-    gp.prune_pretrained(whole, [x], pattern="1:2")  # which ranks no two rows together
-    torch.testing.assert_close(whole.weight, torch.cat([half.weight for half in halves]))
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "4x1"])
@@ -296,25 +284,6 @@ def test_both_storages_hold_the_same(by: str) -> None:
         torch.testing.assert_close(compact.model.state_dict()[name], tensor)
 
 
-def test_training_files_and_methods_go_on_from_the_masks(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-    x = torch.randn(30, 8)
-    sparse = gp.prune_pretrained(model, [x], sparsity=0.75)
-    masks = sparse.masks
-    parts = gp.Partition.contiguous(model, 2, keep_dense=["4"])
-    plan = gp.methods.static_random(parts, sparsity=0.75, iterations=1, initial_mask="as_is")
-    cursor = gp.Cursor(sparse, plan, iterations_per_epoch=1)
-    optimizer = cursor.attach(torch.optim.AdamW(model.parameters(), 0.01))
-    model(x).square().sum().backward()
-    optimizer.step()
-    assert cursor.is_over
-    assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
-    gp.save(sparse, tmp_path / "model.safetensors")
-    again = copy.deepcopy(model)
-    gp.load(tmp_path / "model.safetensors", again)
-    assert torch.equal(again[0].weight, model[0].weight)
-
-
 def test_by_layer_wanda_gives_rows_what_they_are_worth() -> None:
     layer = nn.Linear(4, 2, bias=False)
     layer.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
@@ -323,16 +292,3 @@ def test_by_layer_wanda_gives_rows_what_they_are_worth() -> None:
     assert by_layer.masks["weight"].int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 1]]
     by_row = gp.prune_pretrained(layer, [x], by="wanda")
     assert by_row.masks["weight"].int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 1]]
-
-
-def test_both_heads_stay_dense() -> None:
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.classes, self.body, self.boxes = nn.Linear(8, 2), nn.Linear(8, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"classes": self.classes(self.body(x)), "boxes": self.boxes(self.body(x))}
-
-    sparse = gp.prune_pretrained(TwoHeads(), [torch.randn(16, 8)], by="wanda")
-    assert [weight.name for weight in sparse.weights] == ["body.weight"]

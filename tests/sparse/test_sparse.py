@@ -257,13 +257,6 @@ def test_pruning_equal_weights_keeps_the_earlier() -> None:
     assert sparse.model.weight.tolist() == [[1, -1, 0, 0]]
 
 
-def test_pruning_again_only_takes_from_the_living() -> None:
-    sparse = one_layer([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]], 0.75)
-    sparse.prune(to=0.5)
-    sparse.prune()
-    assert sparse.model.weight.tolist() == [[0, 0, 0, 0, 0, 0, 7, 8]]
-
-
 def test_a_living_weight_that_is_zero_is_alive_and_ranks_before_the_dead() -> None:
     sparse = one_layer([[1.0, 2.0, 3.0, 4.0]], 0.75)
     sparse.prune(to=0.5)

@@ -88,8 +88,3 @@ def test_alive_is_counted_and_not_assumed(pattern: str) -> None:
     found = summarise(sparse)
     assert (found.rows[0].target, found.rows[0].sparsity) == (0.5, 0.75)
     assert found.rows[0].alive == int(sparse.model.weight.count_nonzero())
-
-
-def test_a_sparse_model_reports_by_itself() -> None:
-    sparse = two_layers()
-    assert sparse.summary() == summarise(sparse)
