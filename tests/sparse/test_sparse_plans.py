@@ -167,20 +167,6 @@ def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
     assert alive[-1] == alive[0] == 63
 
 
-def test_what_no_branch_brings_is_as_it_was_before_the_fork() -> None:
-    sparse = make()
-    S = Partition.per_layer(sparse.model)
-    before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
-    fork = Fork(*(Branch(Phase(epochs=1), part) for part in (S[0], S[1])))
-    for _ in ForkCursor(sparse, [fork]):
-        with torch.no_grad():
-            for parameter in sparse.model.parameters():
-                parameter.add_(1.0)
-    after = sparse.model.state_dict()
-    assert all(torch.equal(after[name], before[name]) for name in S[2].tensors)
-    assert all(torch.equal(after[name], before[name] + 1) for name in ("fc1.weight", "fc2.weight"))
-
-
 def test_two_branches_cannot_bring_the_same() -> None:
     S = Partition.per_layer(Net())
     with pytest.raises(ValueError, match=r"two branches of a fork return 'fc1.weight'"):
@@ -196,15 +182,6 @@ def test_a_part_that_is_kept_dense_is_warned_of_or_left_out() -> None:
     S = Partition.per_layer(sparse.model, keep_dense=["head"])
     assert [part.tensors[0] for part in S] == ["fc1.weight", "fc2.weight"]
     assert "head.weight" in S[1].tensors
-
-
-def test_a_branch_may_end_sparse() -> None:
-    sparse = make()
-    S = two_halves(sparse.model)
-    fork = Fork(*(Branch(Phase(prune(P, to=0.5), epochs=1), returns=P) for P in S))
-    for _ in ForkCursor(sparse, [fork]):
-        pass
-    assert alive(sparse) == [36, 72, 18]
 
 
 # Resuming
