@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import growprune.storage.masked as masked_storage
 from growprune.errors import GrowpruneError
 from growprune.files.sparse_file import save
-from growprune.plan import Part, grow, prune
 from growprune.sparse.model import SparseModel
 from growprune.sparse.stepper import KEEPS_ZEROS, keeps_zeros
 
@@ -240,21 +238,6 @@ def test_state_of_rows_and_columns_starts_anew_after_an_edit_and_says_so_once() 
     sparse.grow()
     train()
     assert set(optimizer.state[model[0]._parameters["weight"]]) == {"step", "row_var", "col_var"}
-
-
-def test_two_edits_mask_the_whole_model_once_and_then_what_they_edit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    sparse = SparseModel(model, sparsity=0.5)
-    sparse.prune()
-    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    listed: list[int] = []
-    enforce = masked_storage.Masked.enforce
-    monkeypatch.setattr(masked_storage.Masked, "enforce", lambda pairs: listed.append(len(pairs)) or enforce(pairs))
-    first = Part("first", ("0.weight",))
-    sparse.apply(prune(first, to=0.75), grow(first, to=0.5))
-    assert listed == [3, 1, 1]
 
 
 def test_what_is_written_through_data_goes_unseen_but_is_not_saved_and_ends_with_the_next_edit(tmp_path: Path) -> None:

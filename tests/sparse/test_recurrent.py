@@ -116,16 +116,6 @@ def test_counts_are_exact_while_recurrent_layers_train(kind: str, allocation: st
     assert is_in_step(sparse.model)
 
 
-@kinds
-def test_a_pruned_recurrent_layer_computes_with_its_zeros(kind: str) -> None:
-    sparse, x = tagger(kind)
-    plain = Tagger(kind)
-    plain.load_state_dict({name: tensor.clone() for name, tensor in sparse.model.state_dict().items()})
-    assert torch.equal(sparse.model(x), plain(x))
-    sparse.model.load_state_dict(plain.state_dict())
-    assert is_in_step(sparse.model)
-
-
 @pytest.mark.parametrize("pattern", ["2:4", "4x4"])
 def test_the_gates_of_a_recurrent_layer_keep_to_a_pattern(pattern: str) -> None:
     sparse, x = tagger(pattern=pattern, sparsity=0.5, keep_dense=["head"])
