@@ -36,15 +36,10 @@ def plan_of(name: str, S: Parts, **changes: Any) -> Plan:
 
 
 class ForkCursor(Place):
-    """A cursor that trains the branches of forks one after another, as the loop of the engine does.
+    """A cursor that trains the branches of forks one after another, as the loop of the engine does."""
 
-    Args:
-        is_local: which branches are trained in this process.
-    """
-
-    def __init__(self, *args: Any, is_local: Callable[[int], bool] = lambda branch: True, **settings: Any) -> None:
+    def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.is_local = is_local
         self.base: Snapshot | None = None
         self.returned: Snapshot = {}
         self.merged: list[Snapshot] = []
@@ -56,22 +51,11 @@ class ForkCursor(Place):
             if self.current.returns is not None:
                 self.returned |= returned_by(self.current, self.schedule, self.sparse)
             self._merge_after(self.current)
-        while self.position + 1 < len(self.schedule):
-            scheduled = self.schedule[self.position + 1]
-            if scheduled.branch is None:
-                break
+        if self.position + 1 < len(self.schedule) and self.schedule[self.position + 1].branch is not None:
             if self.base is None:
                 self.base = self.sparse.snapshot()
             self._is_fresh = True
-            if self.is_local(scheduled.branch):
-                self.sparse.restore(self.base)
-                break
-            self.sparse.skip(len(scheduled.phase.edits))
-            self._place_at(scheduled)
-            if start is not None:
-                self.iteration += self.length_of(scheduled.phase)
-                start += self.length_of(scheduled.phase)
-            self._merge_after(scheduled)
+            self.sparse.restore(self.base)
         self._is_fresh |= self.position >= 0 and self.schedule[self.position].branch is not None
         return self._enter_following(start)
 

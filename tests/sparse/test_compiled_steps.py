@@ -68,6 +68,10 @@ def only_step(backend: str, *, fullgraph: bool = False) -> Compile:
     return prepare
 
 
+def only_model(backend: str) -> Compile:
+    return lambda model, optimizer: plain(torch.compile(model, backend=backend), optimizer)
+
+
 COMPILED = {"whole": whole, "step": only_step}
 
 
@@ -105,16 +109,31 @@ def test_compiled_steps_train_like_eager_ones(what: str, optimizer: str, storage
     check_like_eager(COMPILED[what]("eager"), storage, method, OPTIMIZERS[optimizer])
 
 
-@pytest.mark.parametrize("what", COMPILED)
-@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize("what, storage", [("whole", "masked"), ("step", "compact")])
 def test_compiled_steps_take_scaled_rates(what: str, storage: str) -> None:
     check_like_eager(COMPILED[what]("aot_eager"), storage, "gradual_gap", adamw, 1.0)
 
 
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_compiled_model_shows_the_gradients_that_edits_look_at(storage: str) -> None:
+    check_like_eager(only_model("aot_eager"), storage, "rigl", sgd)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what, storage, method", [("whole", "masked", "gmp"), ("step", "compact", "rigl")])
-def test_steps_of_the_default_compiler_train_like_eager_ones(what: str, storage: str, method: str) -> None:
-    check_like_eager(COMPILED[what]("inductor"), storage, method, adamw)
+def test_steps_of_the_default_compiler_train_like_eager_ones() -> None:
+    check_like_eager(whole("inductor"), "compact", "rigl", adamw)
+
+
+def test_a_model_is_compiled_as_one_graph_again_when_nobody_looks_at_gradients_any_more() -> None:
+    model = nn.Linear(8, 8)
+    sparse = gp.SparseModel(model, sparsity=0.8, storage="compact", allocation="uniform")
+    cursor = gp.Cursor(sparse, PLANS["rigl"](gp.Partition.contiguous(model, 1)))
+    optimizer = cursor.attach(sgd(model.parameters()))
+    step = plain(model, optimizer)
+    for _ in range(6):
+        step(torch.randn(4, 8))
+    assert cursor.is_over
+    plain(torch.compile(model, backend="aot_eager", fullgraph=True), optimizer)(torch.randn(4, 8))
 
 
 def test_gradients_that_a_compiled_step_writes_to_are_masked_again() -> None:

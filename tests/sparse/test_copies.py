@@ -1,4 +1,4 @@
-"""Copies of a sparse model: moving averages, pickles, and the plain model that it becomes for other tools."""
+"""Copies of a sparse model: moving averages, pickles, deep copies, and the plain model that it becomes."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ def mlp() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (mlp, (2, 8)),
+    "mlp": (mlp, (6, 8)),
     "cnn": (SmallCNN, (2, 3, 9, 9)),
 }
 
@@ -57,10 +57,11 @@ def averaged(storage: str) -> tuple[SparseModel, AveragedModel, Any]:
     sparse.prune()
     optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
     average = AveragedModel(sparse.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    step(sparse, average, optimizer)
     return sparse, average, optimizer
 
 
-def train(sparse: SparseModel, average: AveragedModel, optimizer: Any) -> None:
+def step(sparse: SparseModel, average: AveragedModel, optimizer: Any) -> None:
     optimizer.zero_grad()
     sparse.model(torch.randn(4, 8)).square().sum().backward()
     optimizer.step()
@@ -69,28 +70,23 @@ def train(sparse: SparseModel, average: AveragedModel, optimizer: Any) -> None:
 
 def test_a_masked_average_that_was_updated_across_an_edit_is_made_as_sparse_as_the_model() -> None:
     sparse, average, optimizer = averaged("masked")
-    train(sparse, average, optimizer)
     sparse.prune(share=0.5)
     sparse.grow(to=0.75)
-    train(sparse, average, optimizer)
-    assert int(average.module.weight.count_nonzero()) > 32, "weights of both masks"
+    step(sparse, average, optimizer)
+    before, mask = copy.deepcopy(average.module), sparse.masks["weight"]
+    assert int(before.weight.count_nonzero()) > 32, "weights of both masks"
     sparse.mask_copy(average)
-    assert not bool(average.module.weight[~sparse.masks["weight"]].any())
+    assert torch.equal(average.module.weight, torch.where(mask, before.weight, 0))
+    assert torch.equal(average.module.bias, before.bias)
     assert int(average.module.weight.count_nonzero()) == 32
 
 
-def test_a_compact_average_with_the_same_mask_is_accepted() -> None:
-    sparse, average, optimizer = averaged("compact")
-    train(sparse, average, optimizer)
+def test_a_compact_average_is_accepted_with_the_same_mask_and_refused_with_another_of_the_same_count() -> None:
+    sparse, average, _ = averaged("compact")
     before = average.module.state_dict()["weight"].clone()
     sparse.mask_copy(average)
     assert torch.equal(average.module.state_dict()["weight"], before)
     assert int(before.count_nonzero()) == 32
-
-
-def test_a_compact_average_with_another_mask_of_the_same_count_is_refused() -> None:
-    sparse, average, optimizer = averaged("compact")
-    train(sparse, average, optimizer)
     sparse.prune(share=0.5)
     sparse.grow(to=0.75, by=By.RANDOM)
     assert sum(p.numel() for p in average.module.parameters()) == sum(p.numel() for p in sparse.model.parameters())
@@ -153,6 +149,130 @@ def test_a_module_that_occurs_twice_does_so_in_a_copy() -> None:
     assert clone[0] is not both[0]
 
 
+# Deep copies of masked weights
+
+
+def attached() -> tuple[SparseModel, Tensor]:
+    sparse, x = made("mlp", "masked")
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    return sparse, x
+
+
+def train(model: nn.Module, x: Tensor, make: Callable[..., Any] = torch.optim.SGD, **options: Any) -> None:
+    optimizer = make(model.parameters(), **({"lr": 0.05} | options))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(x) - 1).square().sum().backward()
+        optimizer.step()
+
+
+def alive(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() != 0 for name, p in model.named_parameters() if p.dim() > 1}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_a_deepcopy_keeps_its_zeros_under_a_plain_optimizer(optimizer: str, is_attached: bool) -> None:
+    sparse, x = attached() if is_attached else made("mlp", "masked")
+    before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
+    clone = copy.deepcopy(sparse.model)
+    make, options = OPTIMIZERS[optimizer]
+    train(clone, x, make, **options)
+    assert same(alive(clone), sparse.masks)
+    assert not torch.equal(clone[0].weight, before["0.weight"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in sparse.model.state_dict().items())
+
+
+def test_copies_keep_the_masks_of_when_they_were_made_also_without_the_sparse_model() -> None:
+    sparse, x = attached()
+    masks, clone = sparse.masks, copy.deepcopy(sparse.model)
+    again = copy.deepcopy(clone)
+    sparse.grow()
+    del sparse
+    for model in (clone, again):
+        train(model, x)
+        assert same(alive(model), masks)
+
+
+def test_a_layer_can_be_copied_by_itself_and_a_frozen_one_unfrozen_later() -> None:
+    sparse, x = attached()
+    sparse.model.requires_grad_(False)
+    layer = copy.deepcopy(sparse.model[0])
+    assert not layer.weight.requires_grad
+    train(layer.requires_grad_(True), x)
+    assert torch.equal(layer.weight != 0, sparse.masks["0.weight"])
+
+
+def test_a_copy_that_is_masked_anew_trains_what_lives_now() -> None:
+    sparse, x = attached()
+    clone = copy.deepcopy(sparse.model)
+    sparse.prune(share=0.5)
+    sparse.grow(to=0.75, by=By.RANDOM)
+    sparse.mask_copy(clone)
+    train(clone, x)
+    train(clone, x)
+    assert same({n: m & sparse.masks[n] for n, m in alive(clone).items()}, alive(clone))
+    assert int(alive(clone)["0.weight"].sum()) > 20  # 16 outlived the prune, and grown ones have moved
+
+
+def test_a_sparse_model_of_a_copy_decides_from_then_on() -> None:
+    sparse, x = attached()
+    clone = copy.deepcopy(sparse.model)
+    second = SparseModel(clone, sparsity=0.5)
+    second.grow()  # all of it, zeros included, as it is meant here
+    optimizer = second.attach(torch.optim.SGD(clone.parameters(), lr=0.05))
+    (clone(x) - 1).square().sum().backward()
+    optimizer.step()
+    assert int(clone[2].weight.count_nonzero()) > 48
+    second.prune()
+    assert second.num_alive == 96
+    third = copy.deepcopy(second.to_dense_())
+    train(third, x)
+    assert int(third[2].weight.count_nonzero()) > 48
+
+
+def test_a_deepcopy_of_a_sparse_model_follows_its_own_edits() -> None:
+    sparse, x = attached()
+    clone = copy.deepcopy(sparse)
+    clone.grow(to=0.5, by=By.RANDOM)
+    train(clone.model, x)
+    assert same({n: m & clone.masks[n] for n, m in alive(clone.model).items()}, alive(clone.model))
+    assert clone.num_alive == 96
+    assert sparse.num_alive == 48
+    assert int(clone.model[2].weight.count_nonzero()) > 16
+
+
+def test_a_tied_weight_is_tied_and_sparse_in_a_copy() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    sparse = SparseModel(model, sparsity=0.75)
+    sparse.prune()
+    clone = copy.deepcopy(model)
+    assert clone[0].weight is clone[1].weight
+    train(clone, torch.randn(6, 8))
+    assert torch.equal(clone[0].weight != 0, sparse.masks["0.weight"])
+
+
+def test_pickles_of_a_masked_model_and_of_its_copy_are_plain_models() -> None:
+    sparse, x = attached()
+    train(clone := copy.deepcopy(sparse.model), x)
+    for model in (sparse.model, clone):
+        loaded = pickle.loads(pickle.dumps(model))
+        assert torch.equal(loaded(x), model(x))
+        assert torch.equal(copy.deepcopy(loaded)(x), model(x))
+        assert b"growprune.s" not in pickle.dumps(model)
+
+
 # A plain model
 
 
@@ -191,14 +311,11 @@ def test_a_model_made_dense_can_be_pickled_traced_and_exported(name: str) -> Non
     sparse, x = made(name, "compact")
     expected = sparse.model(x)
     model = sparse.to_dense_()
-    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
+    written = pickle.dumps(model)
+    assert b"growprune" not in written
+    assert torch.equal(pickle.loads(written)(x), expected)
     assert torch.equal(torch.jit.trace(model, (x,))(x), expected)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
-
-
-def test_a_pickle_of_a_model_made_dense_is_read_without_growprune() -> None:
-    sparse, _ = made("cnn", "compact")
-    assert b"growprune" not in pickle.dumps(sparse.to_dense_())
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])

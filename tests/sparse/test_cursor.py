@@ -1,21 +1,21 @@
 """One cursor for every loop: advanced by hand, by an optimizer, or iterated over, it does the same."""
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plan_cases import ForkCursor, all_of, check_same_bits, frozen, loss_of, sgd, small_net, thawed, train_step
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
+import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
-from growprune.methods import cyclic_gap, gmp, parallel_gap, rigl, static_random
-from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune
+from growprune.methods import cyclic_gap, gmp, gradual_gap, parallel_gap, rigl, static_random
+from growprune.plan import By, Phase, Plan, Stage, grow, prune
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 
@@ -71,14 +71,6 @@ def test_a_plan_without_training_is_done_at_once(sparsities: tuple[float, ...], 
     assert cursor.advance(0) is None
     assert cursor.is_over
     assert sparse.num_alive == alive
-
-
-def test_where_a_cursor_stands() -> None:
-    sparse, S = make()
-    cursor = Cursor(sparse, steps_of(S))
-    assert (cursor.position, cursor.current, cursor.iteration) == (-1, None, 0)
-    cursor.advance(1)
-    assert (cursor.current.index, cursor.length, cursor.left) == (0, 2, 1)
 
 
 def test_epochs_count_as_many_iterations_as_they_are_said_to_have() -> None:
@@ -177,33 +169,6 @@ def test_forks_need_a_fork_cursor() -> None:
     assert sparse.waiting is None
 
 
-def test_a_plain_loop_over_a_dataloader_runs_rigl_unchanged() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 8, generator=generator)
-    loader = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=8)
-    sparse = SparseModel(model, sparsity=0.75, allocation="uniform")
-    plan = rigl(Partition.contiguous(model, 1), sparsity=0.75, iterations=4 * len(loader), every=4, drop=0.5)
-    cursor = Cursor(sparse, plan)
-
-    optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-    masks, losses = [sparse.masks], []
-    for _ in range(4):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            masks.append(sparse.masks)
-            losses.append(float(loss.detach()))
-            assert sparse.num_alive == 48
-    assert cursor.is_over
-    changed = [i for i in range(1, 21) if not all(torch.equal(masks[i][name], masks[i - 1][name]) for name in masks[0])]
-    assert changed == [4, 8, 12]  # a swap every 4 of 20 iterations, up to the 15th
-    assert losses[-1] < losses[0]
-
-
 # Optimizers
 
 
@@ -226,28 +191,6 @@ def test_a_phase_that_restarts_empties_the_state_of_the_optimizer_and_another_do
     for iteration, had in enumerate(expected):
         train_step(sparse.model, optimizer, iteration)
         assert momenta(optimizer) == had
-
-
-def test_every_branch_has_a_fresh_optimizer_and_so_has_what_follows_a_fork() -> None:
-    sparse, S = make()
-    fork = Fork(*(Branch(Phase(grow(P), iterations=2), returns=P) for P in S))
-    cursor = ForkCursor(sparse, [Phase(prune(S.whole, to=0.75), iterations=2), fork, Phase(iterations=2)])
-    optimizer = cursor.attach(sgd(sparse.model.parameters()))
-    had = []
-    for iteration in range(10):
-        train_step(sparse.model, optimizer, iteration)
-        had.append(momenta(optimizer))
-    assert had == [6, 0, 6, 0, 6, 0, 6, 0, 6, 6]
-    assert cursor.is_over
-
-
-def test_after_the_end_an_attached_optimizer_goes_on_and_nothing_more_is_edited() -> None:
-    sparse, S = make()
-    cursor = Cursor(sparse, static_random(S, sparsity=0.75, iterations=2))
-    optimizer = cursor.attach(sgd(sparse.model.parameters()))
-    for iteration in range(4):
-        train_step(sparse.model, optimizer, iteration)
-    assert (cursor.is_over, cursor.iteration, sparse.num_alive) == (True, 2, 376)
 
 
 def test_an_optimizer_that_is_attached_twice_advances_once_a_step() -> None:
@@ -276,18 +219,6 @@ def test_of_several_optimizers_the_one_attached_last_advances(storage: str) -> N
     assert cursor.is_over
 
 
-@every_storage
-def test_an_optimizer_made_before_the_plan_began_follows_its_first_edits(storage: str) -> None:
-    sparse, S = make(storage=storage)
-    optimizer = sgd(sparse.model.parameters())
-    cursor = Cursor(sparse, static_random(S, sparsity=0.75, iterations=2))
-    cursor.attach(optimizer)
-    before = frozen(sparse.model.state_dict())
-    train_step(sparse.model, optimizer, 0)
-    assert frozen(sparse.model.state_dict()) != before
-    assert sparse.num_alive == 376
-
-
 # Errors
 
 
@@ -312,9 +243,9 @@ def test_iterations_are_whole_numbers(iteration: Any) -> None:
     assert cursor.iteration == 1 and type(cursor.iteration) is int
 
 
-@pytest.mark.parametrize("order", ["socm", "ocsm", "osmc"])
+@pytest.mark.parametrize("order", ["socm", "scmo", "ocsm", "osmc"])
 @every_storage
-def test_state_of_an_optimizer_that_came_before_its_masks_is_not_trained_with(storage: str, order: str) -> None:
+def test_states_may_be_loaded_in_any_order_but_a_compact_optimizers_before_its_masks(storage: str, order: str) -> None:
     def made() -> dict[str, Any]:
         sparse, S = make(storage=storage)
         cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2))
@@ -398,6 +329,7 @@ def test_an_edit_that_cannot_reach_its_count_says_where_it_stands() -> None:
     with pytest.raises(GrowpruneError, match=r"^phase 1 \(stage 1: prune all to 0.5\), at iteration 4: .* 0.weight"):
         cursor.advance(4)
     assert sparse.num_alive == 376
+    assert (cursor.position, cursor.start) == (0, 0)
 
 
 def test_a_share_that_has_no_room_to_grow_says_where_it_stands() -> None:
@@ -438,11 +370,66 @@ def test_what_needs_dense_tensors_is_refused_with_compact_storage_before_anythin
     Cursor(make()[0], plan)
 
 
-def test_a_plan_of_another_model_is_refused_before_anything_is_done() -> None:
-    sparse, _ = make()
-    S = Partition.per_layer(nn.ModuleDict({"other": nn.Linear(3, 3)}))
-    with pytest.raises(GrowpruneError, match=r"other\.weight"):
-        Cursor(sparse, static_random(S, sparsity=0.75, iterations=1))
+# Plans that never begin, or do not fit the model
+
+
+def planned(model: nn.Module, sparsity: float = 0.9) -> tuple[SparseModel, Plan]:
+    sparse = SparseModel(model, sparsity, allocation="global")
+    return sparse, gradual_gap(Partition.balanced(model, 2), sparsity=sparsity, iterations=20)
+
+
+def test_a_model_whose_plan_was_never_begun_is_not_saved_in_silence(tmp_path: Path) -> None:
+    model = small_net()
+    sparse, plan = planned(model)
+    cursor = Cursor(sparse, plan)
+    optimizer = sgd(model.parameters())  # cursor.attach is forgotten
+    with pytest.raises(GrowpruneError, match="the plan has not begun"):
+        train_step(model, optimizer, 0)
+    for save in (
+        lambda: gp.save(sparse, tmp_path / "model.safetensors"),
+        lambda: gp.save_pretrained(sparse, tmp_path / "folder"),
+    ):
+        with pytest.warns(UserWarning, match=r"its plan never began. Call cursor.attach\(optimizer\)"):
+            save()
+    del cursor
+
+
+def test_a_plan_that_is_made_after_the_optimizer_was_attached_is_waited_for_too() -> None:
+    model = small_net()
+    sparse, plan = planned(model)
+    optimizer = sparse.attach(sgd(model.parameters()))
+    train_step(model, optimizer, 0)
+    cursor = Cursor(sparse, plan)
+    with pytest.raises(GrowpruneError, match="the plan has not begun"):
+        train_step(model, optimizer, 1)
+    assert next(iter(cursor)).edits
+    train_step(model, optimizer, 1)
+
+
+def test_a_plan_for_another_sparsity_is_refused_when_the_cursor_is_made() -> None:
+    model = small_net()
+    sparse, _ = planned(model, 0.8)
+    _, plan = planned(small_net(), 0.9)
+    with pytest.raises(GrowpruneError, match=r"gradual_gap has sparsity=0\.9, but the SparseModel has 0\.8"):
+        Cursor(sparse, plan)
+
+
+def test_a_plan_meant_for_another_allocation_than_the_default_is_refused() -> None:
+    model = small_net()
+    plan = gmp(Partition.contiguous(model, 1), sparsity=0.9, iterations=20)
+    with pytest.raises(GrowpruneError, match=r"gmp is designed for allocation='global'"):
+        Cursor(SparseModel(model, 0.9), plan)
+    Cursor(SparseModel(model, 0.9, allocation="uniform"), plan)  # the user means it
+
+
+def test_a_partition_with_other_dense_layers_than_the_model_is_refused() -> None:
+    model = small_net()
+    sparse = SparseModel(model, 0.9, allocation="global", keep_dense=["5"])
+    plan = gradual_gap(Partition.balanced(model, 2), sparsity=0.9, iterations=20)
+    with pytest.raises(GrowpruneError, match=r"has 1,504 prunable weights, but the SparseModel has 1,440"):
+        Cursor(sparse, plan)
+    by_hand = Partition.of(model, [["0"], ["3", "5"]], keep_dense=["5"])
+    Cursor(sparse, gradual_gap(by_hand, sparsity=0.9, iterations=20))
 
 
 # What is to be scored before any training
@@ -469,18 +456,6 @@ def test_a_cursor_asks_for_a_score_where_no_iteration_came_before() -> None:
 # State
 
 
-def test_a_cursor_lives_as_long_as_the_optimizer_that_advances_it() -> None:
-    sparse, S = make()
-    optimizer = sgd(sparse.model.parameters())
-    Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1, begin=0.0)).attach(optimizer)
-    model = sparse.model
-    del sparse
-    gc.collect()
-    for iteration in range(4):
-        train_step(model, optimizer, iteration)
-    assert sum(int(p.count_nonzero()) for p in model.parameters() if p.dim() > 1) == 376
-
-
 def test_a_plan_lives_as_long_as_its_model() -> None:
     sparse, S = make()
     cursor = Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1))
@@ -488,6 +463,9 @@ def test_a_plan_lives_as_long_as_its_model() -> None:
     left, model = weakref.ref(cursor), sparse.model
     del cursor, sparse
     gc.collect()
+    for iteration in range(4):
+        train_step(model, optimizer, iteration)
+    assert sum(int(p.count_nonzero()) for p in model.parameters() if p.dim() > 1) == 376
     assert left() is not None
     del model, S
     gc.collect()
@@ -528,50 +506,6 @@ def test_a_model_is_trained_by_one_cursor_while_another_has_not_begun(begin: str
     assert (cursor.position, unused.position) == (0, -1)
 
 
-@pytest.mark.parametrize("mine", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-def test_iterations_count_the_branches_that_are_trained_elsewhere_too(mine: tuple[int, ...]) -> None:
-    sparse, S = make()
-    fork = Fork(*(Branch(Phase(grow(P), iterations=2 + i), returns=P) for i, P in enumerate(S)))
-    plan = [Phase(prune(S.whole, to=0.75), iterations=1), fork, Phase(iterations=2)]
-    cursor = ForkCursor(sparse, plan, is_local=lambda branch: branch in mine)
-    cursor.advance(0)
-    began = []
-    while cursor.current is not None:
-        began.append((cursor.current.index, cursor.start))
-        cursor.advance(cursor.start + cursor.length)
-    starts = {1 + branch: (1, 3, 6)[branch] for branch in mine}
-    assert began == [(0, 0), *starts.items(), (4, 10)]
-    assert cursor.iteration == 12
-
-
-@every_storage
-def test_states_may_be_loaded_after_the_optimizer_was_attached_the_masks_before_the_weights(storage: str) -> None:
-    def fresh(seed: int) -> tuple[SparseModel, Cursor, torch.optim.Optimizer]:
-        sparse, S = make(storage=storage, seed=seed)
-        cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2, drop=0.5))
-        return sparse, cursor, cursor.attach(sgd(sparse.model.parameters()))
-
-    sparse, cursor, optimizer = fresh(0)
-    for iteration in range(8):
-        if iteration == 5:
-            states = frozen(*(x.state_dict() for x in (sparse, cursor, sparse.model, optimizer)))
-        train_step(sparse.model, optimizer, iteration)
-    resumed, cursor, again = fresh(0)
-    for target, state in zip((resumed, cursor, resumed.model, again), thawed(states), strict=True):
-        target.load_state_dict(state)
-    for iteration in range(5, 8):
-        train_step(resumed.model, again, iteration)
-    check_same_bits(all_of(resumed, again), all_of(sparse, optimizer))
-
-
-def test_weights_that_compact_storage_would_lose_are_not_loaded_in_silence() -> None:
-    dense, _ = make(storage="compact")
-    sparse, S = make(storage="compact")
-    Cursor(sparse, static_random(S, sparsity=0.75, iterations=2)).attach(sgd(sparse.model.parameters()))
-    with pytest.raises(GrowpruneError, match=r"1,128 weights of 0\.weight, 3\.weight, 5\.weight are non-zero"):
-        sparse.model.load_state_dict(dense.model.state_dict())
-
-
 def test_the_state_is_safe_to_load_and_of_plain_values() -> None:
     sparse, S = make()
     cursor = ForkCursor(sparse, parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=1), iterations_per_epoch=2)
@@ -579,17 +513,3 @@ def test_the_state_is_safe_to_load_and_of_plain_values() -> None:
     state = cursor.state_dict()
     assert (state["position"], state["iteration"], state["start"]) == (2, 3, 2)
     check_same_bits(thawed(frozen(state))[0], state)
-
-
-def test_an_edit_that_is_refused_leaves_the_place_in_the_plan() -> None:
-    sparse = SparseModel(nn.Linear(10, 10), 0.5)
-    optimizer = torch.optim.SGD(sparse.model.parameters(), 0.1)
-    cursor = Cursor(
-        sparse, [Phase(prune(sparse.whole, to=0.5), iterations=2), Phase(prune(sparse.whole, to=0.2), iterations=2)]
-    )
-    cursor.attach(optimizer)
-    for step in range(2):
-        sparse.model(torch.ones(1, 10)).sum().backward()
-        with pytest.raises(GrowpruneError, match=r"0\.2") if step == 1 else contextlib.nullcontext():
-            optimizer.step()
-    assert (cursor.position, cursor.start) == (0, 0)

@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from few_weights import Eight, alive, still
 from plan_cases import check_same_bits, frozen, sgd, small_net, thawed, train_step
 from torch import Tensor, nn
 
 import growprune as gp
 from growprune.errors import GrowpruneError
+from growprune.masks.ranking import magnitude_keys
 from growprune.plan import By, Part, Phase, grow, prune
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
@@ -19,13 +21,8 @@ ALL = Part("all", ("weight",))
 every_storage = pytest.mark.parametrize("storage", ["masked", "compact"])
 
 
-class Few(nn.Module):
+class Few(Eight):
     """A few weights in one row."""
-
-    def __init__(self, *values: float) -> None:
-        super().__init__()
-        self.in_features = len(values)  # so that its weight is one of a layer
-        self.weight = nn.Parameter(torch.tensor([values]))
 
     def linear(self, *gradient: float) -> Callable[[], Tensor]:
         """A loss with this gradient."""
@@ -36,19 +33,11 @@ class Few(nn.Module):
         return lambda: 0.5 * self.weight[0] @ torch.tensor(A) @ self.weight[0]
 
 
-def alive(sparse: SparseModel) -> list[int]:
-    return sparse.masks["weight"].int().flatten().tolist()
-
-
 def pass_one(model: nn.Module, optimizer: torch.optim.Optimizer, *losses: Callable[[], Tensor]) -> None:
     optimizer.zero_grad()
     for loss in losses:
         loss().backward()
     optimizer.step()
-
-
-def still(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 # SNIP
@@ -335,6 +324,37 @@ def test_gradients_that_are_not_numbers_are_an_error_that_names_the_weight() -> 
     assert sparse.num_alive == 4
 
 
+NANS = {"all bits": 0x7FFFFFFF, "all bits and a sign": -1, "usual": 0x7FC00000}
+
+
+def nan_of(name: str) -> Tensor:
+    return torch.tensor(NANS[name], dtype=torch.int32).view(torch.float32)
+
+
+@every_storage
+@pytest.mark.parametrize("nan", NANS)
+def test_growth_by_gradients_that_are_not_numbers_is_refused(storage: str, nan: str) -> None:
+    model = Few(4.0, 3.0, 0.2, 0.1)
+    sparse = SparseModel(model, sparsity=0.5, storage=storage)
+    sparse.prune()
+    cursor = Cursor(sparse, [Phase(iterations=1), Phase(grow(ALL, to=0.25, by=By.GRADIENT), iterations=1)])
+    optimizer = cursor.attach(still(model))
+    (model.weight * nan_of(nan)).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad.zero_()  # which were seen already: the weights stay finite
+    with pytest.raises(GrowpruneError, match=r"weight has NaN or infinity, .* training diverged"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype, whole, bits", [(torch.float32, torch.int32, 31), (torch.float64, torch.int64, 63)])
+def test_the_key_of_a_nan_is_above_infinity_and_below_that_of_live_weights(
+    dtype: torch.dtype, whole: torch.dtype, bits: int
+) -> None:
+    nans = torch.tensor([(1 << bits) - 1, -1], dtype=whole).view(dtype)
+    infinity = int(magnitude_keys(torch.tensor(float("inf"), dtype=dtype)))
+    assert all(infinity < key < (1 << bits) - 1 for key in magnitude_keys(nans).tolist())
+
+
 # Pruning for a while
 
 
@@ -412,27 +432,27 @@ def test_a_model_that_is_sparser_already_cannot_be_pruned(storage: str) -> None:
 # A step that does not come
 
 
-@pytest.mark.parametrize("storage", ["masked", "compact"])
+@every_storage
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("bad", [float("inf"), -1000.0])
-def test_gradients_of_a_skipped_step_are_dropped(storage: str, passes: int, set_to_none: bool, bad: float) -> None:
+@pytest.mark.parametrize("bad", ["inf", "-1000", *NANS])
+def test_gradients_of_a_skipped_step_are_dropped(storage: str, passes: int, set_to_none: bool, bad: str) -> None:
     """As a GradScaler skips one if some layer has infinite gradients, and then those of all are emptied."""
     masks = []
-    for is_skipped in (False, True):
+    good, skipped = torch.tensor(1.0), nan_of(bad) if bad in NANS else torch.tensor(float(bad))
+    for scales in ([good], [skipped, good]):
         torch.manual_seed(0)
         model = nn.Linear(8, 8, bias=False)
         sparse = SparseModel(model, sparsity=0.5, storage=storage)
         sparse.prune()
-        whole = Part("all", ("weight",))
-        swap = prune(whole, share=0.5), grow(whole, to=0.5, by=By.GRADIENT)
+        swap = prune(ALL, share=0.5), grow(ALL, to=0.5, by=By.GRADIENT)
         cursor = Cursor(sparse, [Phase(iterations=1), Phase(*swap, iterations=1)])
         optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-        for scale in (bad, 1.0) if is_skipped else (1.0,):
-            generator = torch.Generator().manual_seed(1 if scale == 1.0 else 2)
+        for scale in scales:
+            generator = torch.Generator().manual_seed(1 if scale is good else 2)
             for _ in range(passes):
                 (model(torch.randn(4, 8, generator=generator)).square().sum() * scale).backward()
-            if scale == 1.0:
+            if scale is good:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
         masks.append(sparse.masks["weight"])
@@ -448,44 +468,6 @@ def test_a_compact_layer_that_is_used_twice_has_the_sum_of_its_gradients() -> No
     (model(torch.ones(1, 4)).sum() + model(torch.ones(1, 4)).sum()).backward()
     sparse.gradients.end_iteration()
     assert sparse.gradients.scores(By.GRADIENT, "weight").tolist() == [[2.0] * 4] * 4
-
-
-# Compiled models
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that itself
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # nor does it mind that
-def test_a_compiled_compact_model_shows_the_gradients_that_edits_look_at() -> None:
-    def masks(is_compiled: bool) -> list[Tensor]:
-        model = small_net()
-        sparse = SparseModel(model, sparsity=0.75, storage="compact", allocation="uniform")
-        run = torch.compile(model, backend="aot_eager") if is_compiled else model
-        plan = gp.methods.rigl(gp.Partition.per_layer(model), sparsity=0.75, iterations=8, every=3, until=1.0)
-        cursor = Cursor(sparse, plan)
-        optimizer = cursor.attach(sgd(model.parameters()))
-        seen = []
-        for iteration in range(8):
-            train_step(run, optimizer, iteration)
-            seen.append(torch.cat([sparse.masks[w.name].flatten() for w in sparse.weights]))
-        return seen
-
-    expected, found = masks(False), masks(True)
-    assert not torch.equal(expected[0], expected[-1])  # there were swaps
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_model_is_compiled_as_one_graph_again_when_nobody_looks_at_gradients_any_more() -> None:
-    model = small_net()
-    sparse = SparseModel(model, sparsity=0.75, storage="compact", allocation="uniform")
-    sparse.prune(by=By.RANDOM)
-    plan = gp.methods.rigl(gp.Partition.per_layer(model), sparsity=0.75, iterations=4, every=1, initial_mask="as_is")
-    cursor = Cursor(sparse, plan)
-    optimizer = cursor.attach(sgd(model.parameters()))
-    for iteration in range(4):
-        train_step(model, optimizer, iteration)
-    assert cursor.is_over
-    train_step(torch.compile(model, backend="aot_eager", fullgraph=True), optimizer, 4)
 
 
 # Several optimizers
@@ -505,7 +487,7 @@ class Pair(nn.Module):
         return self.d(made.detach()).square().sum() if name == "d" else (1 - self.d(made)).square().sum()
 
 
-@pytest.mark.parametrize("storage", ["masked", "compact"])
+@every_storage
 @pytest.mark.parametrize("by", [By.GRADIENT, By.MOMENTUM])
 @pytest.mark.parametrize("order", ["gd", "dg"])
 def test_with_several_optimizers_each_weight_is_looked_at_by_the_loss_it_is_trained_with(

@@ -306,32 +306,22 @@ def test_two_models_with_one_adam_train_as_with_two(storage: str) -> None:
     assert [sparsifier.is_finished for sparsifier in one[2]] == [True, True]
 
 
-def test_an_optimizer_has_one_hook_before_and_one_after_a_step_until_all_models_are_dense() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_models_made_dense_can_be_made_sparse_again_with_the_same_optimizer(count: int) -> None:
     models, (optimizer,), sparsifiers = autoencoders("masked", share=True)
     assert num_step_hooks(optimizer) == (1, 1)
     train_both(models, [optimizer], 20)
     assert num_step_hooks(optimizer) == (1, 1)
-    for sparsifier in sparsifiers:
+    for sparsifier in sparsifiers[:count]:
         sparsifier.to_dense_()
-    assert num_step_hooks(optimizer) == (1, 0), "only the hook that refuses steps is left"
+    if count == 2:
+        assert num_step_hooks(optimizer) == (1, 0), "only the hook that refuses steps is left"
     with pytest.raises(gp.GrowpruneError, match=r"to_dense_\(\)"):
         train_both(models, [optimizer], 1)
-    again = [prune_further(model, optimizer) for model in models]
+    again = [prune_further(model, optimizer) for model in models[:count]]
     assert num_step_hooks(optimizer) == (1, 1)
     train_both(models, [optimizer], 4)
-    assert [sparsifier.is_finished for sparsifier in again] == [True, True]
-
-
-def test_one_of_two_models_can_be_made_sparse_again_with_the_same_optimizer() -> None:
-    models, (optimizer,), sparsifiers = autoencoders("masked", share=True)
-    train_both(models, [optimizer], 20)
-    sparsifiers[0].to_dense_()
-    with pytest.raises(gp.GrowpruneError, match=r"to_dense_\(\)"):
-        train_both(models, [optimizer], 1)
-    again = prune_further(models[0], optimizer)
-    assert num_step_hooks(optimizer) == (1, 1)
-    train_both(models, [optimizer], 4)
-    assert again.is_finished
+    assert all(sparsifier.is_finished for sparsifier in again)
 
 
 @STORAGES
@@ -487,9 +477,6 @@ def test_a_group_that_is_added_after_a_step_that_raised_is_kept(fail: Any) -> No
     assert optimizer.param_groups[1]["params"][0] is more
 
 
-# Copies, and writes that torch reports to nobody
-
-
 def test_a_deepcopy_trains_at_the_same_rates() -> None:
     model, optimizer, sparsifier = begun(initial_mask="magnitude", iterations=2000)
     clone = copy.deepcopy(sparsifier.sparse)
@@ -497,31 +484,6 @@ def test_a_deepcopy_trains_at_the_same_rates() -> None:
     train(model, optimizer, 1)
     train(clone.model, other, 1)
     assert is_same(model.state_dict(), clone.model.state_dict())
-
-
-def write_gradient(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad.data.add_(1e-3)
-
-
-def replace_data(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data + 1e-3
-
-
-def write_vector(model: nn.Module) -> None:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector + 1e-3, model.parameters())
-
-
-@pytest.mark.parametrize("write", [write_gradient, replace_data, write_vector])
-def test_zeros_are_zeros_after_a_step_whatever_was_written(write: Callable[[nn.Module], None]) -> None:
-    model, optimizer, sparsifier = begun(NEW["SGD"], "rigl", every=10)
-    for _ in range(5):
-        backward(model)
-        write(model)
-        optimizer.step()
-        assert num_dead(model, sparsifier.sparse.masks) == 0
 
 
 # Optimizers with numbers of the whole training in their groups
@@ -711,6 +673,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "allocation": {"allocation": "eagle"},
     "without losses": {"method": "snip"},
     "no parameter of the model": {},
+    "LBFGS": {"initial_mask": "wanda", "calibration": [X]},
 }
 
 
@@ -719,6 +682,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_after_a_refused_sparsify_the_corrected_one_trains(name: str, storage: str) -> None:
     model = net()
     optimizer = adam(net()) if name == "no parameter of the model" else adam(model)
+    optimizer = torch.optim.LBFGS(model.parameters()) if name == "LBFGS" else optimizer
     attributes = [(module, sorted(vars(module))) for module in model.modules()]
     before = state_of(model)
     with pytest.raises(gp.GrowpruneError) as kept:  # a notebook keeps the last traceback
@@ -726,7 +690,7 @@ def test_after_a_refused_sparsify_the_corrected_one_trains(name: str, storage: s
     assert num_step_hooks(optimizer) == (0, 0)
     assert is_same(state_of(model), before)
     assert [(module, sorted(vars(module))) for module in model.modules()] == attributes
-    optimizer = adam(model) if name == "no parameter of the model" else optimizer
+    optimizer = adam(model) if name in ("no parameter of the model", "LBFGS") else optimizer
     sparsifier = gp.sparsify(model, optimizer, sparsity=0.8, iterations=20, storage=storage)
     train(model, optimizer, 20)
     assert sparsifier.is_finished
@@ -757,13 +721,3 @@ def test_a_refused_state_leaves_the_rates() -> None:
         train(model, optimizer, 10)
         states.append(state_of(model))
     assert is_same(*states)
-
-
-def test_an_optimizer_that_is_refused_leaves_a_pretrained_model_alone() -> None:
-    model = net()
-    before = state_of(model)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    calibration = [next(model.parameters()).new_ones(2, 16)]
-    with pytest.raises(gp.GrowpruneError, match="LBFGS"):
-        gp.sparsify(model, optimizer, sparsity=0.8, iterations=20, initial_mask="wanda", calibration=calibration)
-    assert is_same(before, state_of(model))

@@ -191,19 +191,12 @@ def test_a_grad_scaler_changes_nothing_and_a_skipped_step_leaves_the_groups(fuse
     torch.testing.assert_close(weight[sparse.masks["0.weight"]], torch.full((4,), 0.96))
 
 
-METHODS = ("gradual_gap", "gmp", "rigl", "cyclic_gap")
+STEPS = {"iterations": 24, "every": 4}
+METHODS = {"gradual_gap": STEPS, "gmp": STEPS, "rigl": STEPS, "cyclic_gap": {"steps": 4, "epochs": 4, "finetune": 8}}
 
 
-def trained(
-    method: str, storage: str, *, lr_scaling: float, steps: int = 24, stop: int | None = None
-) -> dict[str, Any]:
-    model = small_net()
-    make = gp.methods.METHODS[method]
-    own = {"iterations": 24, "every": 4} if method != "cyclic_gap" else {"steps": 4, "epochs": 4, "finetune": 8}
-    own = {
-        k: v for k, v in own.items() if k in make.__wrapped__.__kwdefaults__ or k in make.__wrapped__.__annotations__
-    }  # type: ignore[attr-defined]
-    plan = make(gp.Partition.balanced(model, 2), sparsity=0.75, **own)
+def trained(method: str, storage: str, *, lr_scaling: float = 1.0, stop: int | None = None) -> dict[str, Any]:
+    plan = gp.methods.METHODS[method](gp.Partition.balanced(small_net(), 2), sparsity=0.75, **METHODS[method])
 
     def begin() -> tuple[gp.SparseModel, gp.Cursor, torch.optim.Optimizer]:
         fresh = small_net()
@@ -212,7 +205,7 @@ def trained(
         return sparse, cursor, cursor.attach(torch.optim.AdamW(fresh.parameters(), lr=0.01))
 
     sparse, cursor, optimizer = begin()
-    for iteration in range(steps):
+    for iteration in range(24):
         if iteration == stop:
             states = copy.deepcopy(
                 (sparse.state_dict(), dict(sparse.model.state_dict()), optimizer.state_dict(), cursor.state_dict())
@@ -223,20 +216,15 @@ def trained(
             optimizer.load_state_dict(states[2])
             cursor.load_state_dict(states[3])
         train_step(sparse.model, optimizer, iteration)
-    return {"weights": dict(gp_dense(sparse)), "masks": dict(sparse.masks)}
-
-
-def gp_dense(sparse: gp.SparseModel) -> dict[str, torch.Tensor]:
-    dense = copy.deepcopy(sparse)
-    return dict(dense.to_dense_().state_dict())
+    return {"weights": dict(sparse.model.state_dict()), "masks": dict(sparse.masks)}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_storages_agree_and_a_resumed_training_has_the_same_bits(method: str) -> None:
-    masked = trained(method, "masked", lr_scaling=1.0)
-    check_same_bits(trained(method, "compact", lr_scaling=1.0), masked)
-    check_same_bits(trained(method, "masked", lr_scaling=1.0, stop=13), masked)
-    check_same_bits(trained(method, "compact", lr_scaling=1.0, stop=13), masked)
+    masked = trained(method, "masked")
+    check_same_bits(trained(method, "compact"), masked)
+    check_same_bits(trained(method, "masked", stop=13), masked)
+    check_same_bits(trained(method, "compact", stop=13), masked)
     plain = trained(method, "masked", lr_scaling=0.0)
     assert not torch.equal(plain["weights"]["0.weight"], masked["weights"]["0.weight"])
 

@@ -1,8 +1,8 @@
-"""gp.prune_pretrained: exact counts, less error than by magnitude, and the model left in order."""
+"""gp.prune_pretrained: exact counts, less error than by magnitude, the model left in order, and what is refused."""
 
 import copy
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
+from growprune.sparse import calibration
 
 PATTERNS = ["unstructured", "2:4", "1:4", "1x8", "4x1", "2x4"]
 DATA_AWARE = ["sparsegpt", "wanda"]
@@ -137,17 +138,6 @@ def test_a_convolution_is_pruned_like_the_linear_layer_on_its_patches(by: str, p
     gp.prune_pretrained(convolution, [x], by=by, pattern=pattern)
     gp.prune_pretrained(linear, [patches], by=by, pattern=pattern)
     torch.testing.assert_close(convolution.weight.permute(0, 2, 3, 1).reshape(6, 72), linear.weight)
-
-
-def test_the_groups_of_a_convolution_are_pruned_like_convolutions_of_their_own() -> None:
-    torch.manual_seed(0)
-    whole, x = nn.Conv2d(8, 8, 3, groups=2, bias=False).double(), torch.randn(4, 8, 6, 6).double()
-    halves = [nn.Conv2d(4, 4, 3, bias=False).double() for _ in range(2)]
-    for half, weight in zip(halves, whole.weight.detach().chunk(2), strict=True):
-        half.weight.data = weight.clone()
-        gp.prune_pretrained(half, [x[:, :4] if half is halves[0] else x[:, 4:]], pattern="1:2")
-    gp.prune_pretrained(whole, [x], pattern="1:2")  # which ranks no two rows together
-    torch.testing.assert_close(whole.weight, torch.cat([half.weight for half in halves]))
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "4x1"])
@@ -296,25 +286,6 @@ def test_both_storages_hold_the_same(by: str) -> None:
         torch.testing.assert_close(compact.model.state_dict()[name], tensor)
 
 
-def test_training_files_and_methods_go_on_from_the_masks(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-    x = torch.randn(30, 8)
-    sparse = gp.prune_pretrained(model, [x], sparsity=0.75)
-    masks = sparse.masks
-    parts = gp.Partition.contiguous(model, 2, keep_dense=["4"])
-    plan = gp.methods.static_random(parts, sparsity=0.75, iterations=1, initial_mask="as_is")
-    cursor = gp.Cursor(sparse, plan, iterations_per_epoch=1)
-    optimizer = cursor.attach(torch.optim.AdamW(model.parameters(), 0.01))
-    model(x).square().sum().backward()
-    optimizer.step()
-    assert cursor.is_over
-    assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
-    gp.save(sparse, tmp_path / "model.safetensors")
-    again = copy.deepcopy(model)
-    gp.load(tmp_path / "model.safetensors", again)
-    assert torch.equal(again[0].weight, model[0].weight)
-
-
 def test_wanda_ranks_each_row_on_its_own() -> None:
     layer = nn.Linear(4, 2, bias=False)
     layer.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
@@ -322,14 +293,180 @@ def test_wanda_ranks_each_row_on_its_own() -> None:
     assert by_row.masks["weight"].int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 1]]
 
 
-def test_both_heads_stay_dense() -> None:
-    class TwoHeads(nn.Module):
+# What is refused, in one line, and what is left if it stops half-way
+
+
+def chain(depth: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
+
+
+def inputs(count: int = 20) -> Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
+
+
+def refused(model: nn.Module, batches: Any, match: str, **options: Any) -> None:
+    """The call is refused in one line, and the model is as it was."""
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(gp.GrowpruneError, match=match) as caught:
+        gp.prune_pretrained(model, batches, **options)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items() if not tensor.is_meta)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_generator_that_is_used_up() -> None:
+    batches = (batch for batch in [inputs()])
+    gp.prune_pretrained(chain(), batches)
+    refused(
+        chain(), batches, "calibration must have .*A generator can be read only once: create it again, or pass a list"
+    )
+
+
+@pytest.mark.parametrize(
+    ("batches", "match"),
+    [
+        ([], "calibration must have at least one batch, got none"),
+        *(
+            (given, rf"calibration must be an iterable of batches, such as \[batch\], got {what}")
+            for given, what in ((inputs(), "one batch"), ({"x": inputs()}, "one batch"), (None, "None"), (3, "3"))
+        ),
+        (
+            [inputs(), (inputs(), torch.zeros(20))],
+            "cannot compute batch 1 .*, a tuple .*pass forward=lambda model, batch",
+        ),
+    ],
+)
+def test_what_is_no_calibration(batches: Any, match: str) -> None:
+    refused(chain(), batches, match)
+
+
+def test_a_calibration_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless() -> Iterator[Tensor]:
+        while True:
+            yield inputs()
+
+    monkeypatch.setattr(calibration, "LIMIT", 1 << 30)
+    monkeypatch.setattr(calibration, "_tensors", lambda batch: [torch.empty(1 << 28)])
+    refused(chain(), endless(), "more than 1 GiB in 2 batches.*islice")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_activations_that_are_not_finite_name_the_layer_and_the_batch(bad: float) -> None:
+    class Spoiled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x.abs() > 50, bad, x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Spoiled(), nn.Linear(8, 8))
+    refused(model, [inputs(), 1e4 * inputs()], r"the input of 2.weight has NaN or infinity in batch 1", keep_dense=[])
+
+
+def test_weights_that_are_not_finite() -> None:
+    model = chain()
+    model[1].weight.data[0, 0] = float("inf")
+    refused(model, [inputs()], "1.weight has NaN or infinity")
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.used(x))
+
+
+def test_layers_that_are_not_reached_are_named_or_pruned_by_magnitude_if_asked() -> None:
+    refused(Branching(), [inputs()], "no calibration input reaches unused.weight: pass batches that do")
+    model = Branching()
+    expected = gp.prune_pretrained(copy.deepcopy(model.unused), by="magnitude").masks["weight"]
+    sparse = gp.prune_pretrained(model, [inputs()], unreached="magnitude")
+    assert torch.equal(sparse.masks["unused.weight"], expected)
+    assert sparse.is_at_target
+
+
+def test_a_layer_that_is_no_longer_reached_is_said_to_go_by_magnitude() -> None:
+    class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.classes, self.body, self.boxes = nn.Linear(8, 2), nn.Linear(8, 8), nn.Linear(8, 4)
+            self.gate, self.rare = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+            self.gate.weight.data = torch.full((8, 8), 0.1)
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"classes": self.classes(self.body(x)), "boxes": self.boxes(self.body(x))}
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.gate(x)
+            return self.rare(x) if bool((x > 0.79).any()) else x  # 0.8 while dense
 
-    sparse = gp.prune_pretrained(TwoHeads(), [torch.randn(16, 8)], by="wanda")
-    assert [weight.name for weight in sparse.weights] == ["body.weight"]
+    with pytest.warns(UserWarning, match="rare.weight had no input after earlier layers were pruned"):
+        sparse = gp.prune_pretrained(Routed(), [torch.ones(1, 8)], by="wanda", keep_dense=[])
+    assert sparse.is_at_target
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = chain()
+    refused(model, [inputs()], "0.weight is on the meta device and has no values: load the model first")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"by": "obs"}, "by must be one of sparsegpt, wanda, magnitude, got 'obs'"),
+        ({"ranked": "column"}, "ranked must be one of row, layer, got 'column'"),
+        ({"unreached": "skip"}, "unreached must be one of error, magnitude, got 'skip'"),
+        ({"allocation": "global"}, "allocation='global' ranks all layers together, but by='sparsegpt'"),
+        ({"allocation": "fair"}, "allocation must be one of uniform, erk, global, global_no_floor, got 'fair'"),
+        ({"sparsity": 50}, "sparsity"),
+        ({"pattern": "2:4", "sparsity": 0.3}, "sparsity must be >= 0.5 for pattern 2:4 .*, got 0.3"),
+        ({"keep_dense": ["nothing"]}, "keep_dense has 'nothing', which matches no parameter"),
+    ],
+)
+def test_settings_that_do_not_exist_or_do_not_fit(options: dict[str, Any], match: str) -> None:
+    refused(chain(), [inputs()], match, **options)
+
+
+def test_a_hessian_that_cannot_be_inverted_is_dampened_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = torch.linalg.cholesky_ex, []
+
+    def failing_at_first(matrix: Tensor) -> Any:
+        lower, info = real(matrix)
+        calls.append(matrix)
+        return lower, info + (len(calls) % 2)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", failing_at_first)
+    with pytest.warns(UserWarning, match="Hessian of 0.weight, 1.weight .*dampened by 10%") as seen:
+        assert gp.prune_pretrained(chain(), [inputs()]).is_at_target
+    assert len(seen) == 1
+
+
+class FailsLater(nn.Module):
+    """Raises as soon as the layer before it is pruned."""
+
+    def __init__(self, error: BaseException, before: nn.Linear) -> None:
+        super().__init__()
+        self.error, self.before = error, [before]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((self.before[0].weight == 0).any()):
+            raise self.error
+        return x
+
+
+def half_way(error: BaseException) -> nn.Sequential:
+    first, second, third = chain()
+    return nn.Sequential(first, FailsLater(error, first), second, third)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), KeyboardInterrupt()])
+def test_an_error_of_the_model_is_passed_on_with_a_note_of_what_is_done(error: BaseException) -> None:
+    model = half_way(error)
+    state = torch.get_rng_state()
+    with pytest.raises(type(error)) as caught:
+        gp.prune_pretrained(model, [inputs()], keep_dense=[])
+    assert caught.value.__notes__ == [
+        "growprune: 1 of 3 weights are already pruned, up to 0.weight: load the model again before you prune it again"
+    ]
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.backends.mha.get_fastpath_enabled()
+    model[1] = nn.Identity()
+    model(inputs()).sum().backward()  # nothing watches any more

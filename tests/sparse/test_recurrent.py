@@ -116,29 +116,12 @@ def test_counts_are_exact_while_recurrent_layers_train(kind: str, allocation: st
     assert is_in_step(sparse.model)
 
 
-@kinds
-def test_a_pruned_recurrent_layer_computes_with_its_zeros(kind: str) -> None:
-    sparse, x = tagger(kind)
-    plain = Tagger(kind)
-    plain.load_state_dict({name: tensor.clone() for name, tensor in sparse.model.state_dict().items()})
-    assert torch.equal(sparse.model(x), plain(x))
-    sparse.model.load_state_dict(plain.state_dict())
-    assert is_in_step(sparse.model)
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "1x4", "4x4"])
+@pytest.mark.parametrize("pattern", ["2:4", "4x4"])
 def test_the_gates_of_a_recurrent_layer_keep_to_a_pattern(pattern: str) -> None:
     sparse, x = tagger(pattern=pattern, sparsity=0.5, keep_dense=["head"])
-    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
-    train(sparse.model, optimizer, x)
+    train(sparse.model, sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1)), x)
     assert sparse.num_alive == (48 * 8 + 48 * 12) // 2
-    mask = sparse.masks["body.weight_hh_l0"]
-    if pattern == "2:4":
-        assert bool((mask.view(48, 3, 4).sum(2) == 2).all())
-    else:
-        height, width = map(int, pattern.split("x"))
-        blocks = mask.view(48 // height, height, 12 // width, width).sum((1, 3))
-        assert set(blocks.flatten().tolist()) == {0, height * width}
+    gp.SparseModel.from_zeros(sparse.model, pattern=pattern, keep_dense=["head"])  # refuses other zeros
 
 
 @kinds
@@ -214,17 +197,6 @@ def test_flops_are_charged_to_the_right_one_of_weights_in_one_piece_of_memory() 
     assert count_flops(model, torch.zeros(5, 3, 8)) == expected
     assert expected.by_weight["weight_ih_l0"] == 2 * 15 * 18 * 8
     assert expected.by_weight["weight_hh_l0"] == 2 * 15 * 18 * 6
-
-
-def test_a_summary_lists_recurrent_weights() -> None:
-    sparse, x = tagger()
-    summary = sparse.summary(x)
-    rows = {row.name: (row.alive, row.flops_dense, row.flops_sparse) for row in summary.rows}
-    assert rows == {
-        "body.weight_ih_l0": (96, 7680, 1920),
-        "body.weight_hh_l0": (144, 11520, 2880),
-        "head.weight": (12, 960, 240),
-    }
 
 
 @kinds

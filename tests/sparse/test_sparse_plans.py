@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import ForkCursor, frozen, phases_of
+from plan_cases import ForkCursor, phases_of
 from torch import Tensor, nn
 
 from growprune.masks.bits import pack, unpack
@@ -66,11 +66,6 @@ def run(sparse: SparseModel, plan: Plan) -> None:
         optimizer = sparse.attach(sgd(sparse.model))
         for number in range(STEPS * phase.epochs):
             train_step(sparse.model, optimizer, cursor.position, number)
-
-
-def check_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def alive(sparse: SparseModel) -> list[int]:
@@ -135,22 +130,6 @@ def two_halves(model: nn.Module) -> Partition:
     return Partition.of(model, [["fc1", "norm1"], ["fc2", "norm2", "head"]])
 
 
-def test_every_branch_starts_from_the_same_model() -> None:
-    sparse = make()
-    S = two_halves(sparse.model)
-    starts = []
-    for scheduled in phases_of(sparse, parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=0)):
-        if scheduled.branch is not None:
-            starts.append((copy.deepcopy(sparse.model.state_dict()), sparse.masks))
-            with torch.no_grad():
-                for tensor in sparse.model.state_dict().values():
-                    tensor.add_(1)
-    (first, first_masks), (second, second_masks) = starts
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert [int(mask.sum()) for mask in first_masks.values()] == [72, 36, 9]
-    assert [int(mask.sum()) for mask in second_masks.values()] == [18, 144, 36]
-
-
 def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
     sparse = make()
     S = two_halves(sparse.model)
@@ -173,14 +152,6 @@ def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
         assert not torch.equal(merged[name], ends[1][name]), "the branches differ, so the test can tell them apart"
 
 
-def test_a_merge_brings_the_masks_of_the_grown_parts() -> None:
-    sparse = make()
-    plan = parallel_gap(two_halves(sparse.model), sparsity=0.75, steps=1, epochs=1, finetune=0)
-    for _ in ForkCursor(sparse, [*plan][:2]):
-        pass
-    assert alive(sparse) == [72, 144, 36]
-
-
 def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
     sparse = make()
     S = Partition.per_layer(sparse.model)
@@ -189,20 +160,6 @@ def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
     alive = [sparse.num_alive for _ in ForkCursor(sparse, plan)]
     assert alive[4:7] == [sparse.num_prunable] * 3  # all were grown in the first fork, and nothing has pruned them
     assert alive[-1] == alive[0] == 63
-
-
-def test_what_no_branch_brings_is_as_it_was_before_the_fork() -> None:
-    sparse = make()
-    S = Partition.per_layer(sparse.model)
-    before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
-    fork = Fork(*(Branch(Phase(epochs=1), part) for part in (S[0], S[1])))
-    for _ in ForkCursor(sparse, [fork]):
-        with torch.no_grad():
-            for parameter in sparse.model.parameters():
-                parameter.add_(1.0)
-    after = sparse.model.state_dict()
-    assert all(torch.equal(after[name], before[name]) for name in S[2].tensors)
-    assert all(torch.equal(after[name], before[name] + 1) for name in ("fc1.weight", "fc2.weight"))
 
 
 def test_two_branches_cannot_bring_the_same() -> None:
@@ -222,46 +179,7 @@ def test_a_part_that_is_kept_dense_is_warned_of_or_left_out() -> None:
     assert "head.weight" in S[1].tensors
 
 
-def test_a_branch_may_end_sparse() -> None:
-    sparse = make()
-    S = two_halves(sparse.model)
-    fork = Fork(*(Branch(Phase(prune(P, to=0.5), epochs=1), returns=P) for P in S))
-    for _ in ForkCursor(sparse, [fork]):
-        pass
-    assert alive(sparse) == [36, 72, 18]
-
-
-def test_running_statistics_at_a_merge_by_hand() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
-    sparse = SparseModel(model, sparsity=0.5)
-    S = Partition.of(model, [["0", "1"], ["2", "3"]])
-    fork = Fork(*(Branch(Phase(grow(P), epochs=1), returns=P) for P in S))
-    for scheduled in phases_of(sparse, [fork, Phase()]):
-        if scheduled.branch is not None:
-            model[1].running_mean.fill_(10 + scheduled.branch)
-            model[3].running_mean.fill_(20 + scheduled.branch)
-            model[3].num_batches_tracked.fill_(scheduled.branch)
-    assert model[1].running_mean.tolist() == [10, 10]
-    assert model[3].running_mean.tolist() == [21, 21]
-    assert int(model[3].num_batches_tracked) == 1
-
-
 # Resuming
-
-
-def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
-    sparse = make()
-    plan = parallel_gap(Partition.contiguous(sparse.model, 3), sparsity=0.75, steps=1, epochs=1, finetune=1)
-    states = []
-    cursor = ForkCursor(sparse, plan)
-    for _ in cursor:
-        state = cursor.state_dict()
-        states.append((state, frozen(state)))
-        with torch.no_grad():
-            sparse.model.fc1.bias.add_(1)
-    returned = [len(state["returned"]) for state, _ in states]
-    assert returned == [0, 0, 7, 14, 0, 0]  # a linear layer and its norm
-    assert all(frozen(state) == as_it_was for state, as_it_was in states)
 
 
 def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
@@ -272,12 +190,6 @@ def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
     first.grow(to=0.5)
     second.grow(to=0.5)
     assert all(torch.equal(mask, second.masks[name]) for name, mask in first.masks.items())
-
-
-def test_a_state_with_other_weights_is_refused() -> None:
-    state = make().state_dict()
-    with pytest.raises(ValueError, match=r"masks and the model's prunable weights differ in \['head.weight'\]"):
-        make(keep_dense=["head"]).load_state_dict(state)
 
 
 def test_loading_a_state_masks_the_model_and_its_optimizers() -> None:
@@ -301,14 +213,8 @@ def test_a_snapshot_restores_tensors_and_masks() -> None:
     optimizer = sparse.attach(sgd(sparse.model))
     train_step(sparse.model, optimizer, 0, 0)
     sparse.restore(snapshot)
-    check_same(sparse.model, before)
+    torch.testing.assert_close(sparse.model.state_dict(), before.state_dict(), rtol=0, atol=0)
     assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
-
-
-def test_a_snapshot_of_a_part_holds_that_part_alone() -> None:
-    sparse = make()
-    part = two_halves(sparse.model)[0]
-    assert set(sparse.snapshot(part)) == set(part.tensors)
 
 
 # Equivalences
@@ -351,7 +257,7 @@ def test_one_shot_is_dense_training_then_pruning_then_fine_tuning() -> None:
     masks = prune_by_hand(model, list(sparse.masks), 0.75)
     train_by_hand(model, masks, scheduled=1, epochs=3)
     run(sparse, one_shot(Partition.contiguous(sparse.model, 2), sparsity=0.75, epochs=2, finetune=3))
-    check_same(sparse.model, model)
+    torch.testing.assert_close(sparse.model.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_cyclic_gap_with_two_parts_by_hand() -> None:
@@ -366,20 +272,7 @@ def test_cyclic_gap_with_two_parts_by_hand() -> None:
     train_by_hand(model, masks, scheduled=3, epochs=1)
 
     run(sparse, cyclic_gap(two_halves(sparse.model), sparsity=0.75, steps=2, epochs=1, finetune=1))
-    check_same(sparse.model, model)
-
-
-def test_parallel_gap_with_one_part_is_cyclic_gap_with_one_part() -> None:
-    cyclic, parallel = make(), make()
-    S = Partition.contiguous(cyclic.model, 1)
-    steps: list[Stage] = [*parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3)]
-    *start, pruning, finetuning = steps
-    assert isinstance(pruning, Phase)
-    assert isinstance(finetuning, Phase)
-    joined: Any = [*start, Phase(*pruning.edits, epochs=finetuning.epochs)]  # so that both have three phases
-    run(parallel, joined)
-    run(cyclic, cyclic_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3))
-    check_same(parallel.model, cyclic.model)
+    torch.testing.assert_close(sparse.model.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 # Packed masks

@@ -88,16 +88,3 @@ def test_alive_is_counted_and_not_assumed(pattern: str) -> None:
     found = summarise(sparse)
     assert (found.rows[0].target, found.rows[0].sparsity) == (0.5, 0.75)
     assert found.rows[0].alive == int(sparse.model.weight.count_nonzero())
-
-
-def test_compact_storage_makes_no_difference() -> None:
-    masked, compact = two_layers(), two_layers(storage="compact")
-    for sparse in (masked, compact):
-        sparse.prune()
-    example = torch.zeros(1, 2, 4, 4)
-    assert summarise(compact, example) == summarise(masked, example)
-
-
-def test_a_sparse_model_reports_by_itself() -> None:
-    sparse = two_layers()
-    assert sparse.summary() == summarise(sparse)

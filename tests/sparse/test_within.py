@@ -10,8 +10,8 @@ from torch import nn
 import growprune as gp
 from growprune.engine.cost import estimate
 from growprune.engine.override import override
-from growprune.methods import gradual_gap, parallel_gradual_gap
-from growprune.plan import By, Fork, Spread, prune
+from growprune.methods import gradual_gap
+from growprune.plan import By, Spread, prune
 from growprune.recipes import RECIPES
 
 
@@ -123,15 +123,6 @@ def test_where_all_layers_are_alike_every_part_becomes_dense() -> None:
     )
     grown = [max(alive(sparse)) for _ in phases_of(sparse, plan)][1:5]
     assert grown == [100] * 4
-
-
-def test_each_machine_of_the_parallel_form_keeps_to_the_peak_too() -> None:
-    parts = gp.Partition.per_layer(four_layers(1.0, 1.0, 1.0, 1.0).model)
-    plan = parallel_gradual_gap(parts, sparsity=0.9, iterations=4, every=1, peak_density=0.7)
-    forks = [stage for stage in plan if isinstance(stage, Fork)]
-    assert {str(branch.phase.edits[0]) for fork in forks for branch in fork.branches} == {
-        f"grow S{i} to dense within 0.7" for i in range(4)
-    }
 
 
 def test_a_plan_is_priced_with_what_it_keeps_to() -> None:
