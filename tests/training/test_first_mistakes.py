@@ -111,6 +111,25 @@ def test_a_state_of_a_model_with_other_shapes_is_refused_before_anything_is_chan
     check_same_bits(second.state_dict(), thawed(before)[0])
 
 
+# The share of live weights
+
+
+def test_a_layer_with_most_of_a_large_model_is_said_to_be_dense_at_the_peak() -> None:
+    model = nn.Sequential(nn.Linear(1000, 100), nn.Linear(100, 10_000), nn.Linear(10_000, 2))
+    says = r"up to 92% of the prunable weights will be live .*1\.weight, with 91%\. Pass peak_density=0\.9182"
+    with pytest.warns(UserWarning, match=says):
+        sparsifier, _ = begun(model, sparsity=0.9)
+    assert max(edit.within or 0 for phase in sparsifier.plan for edit in phase.edits) <= 0.9182
+    model = nn.Sequential(nn.Linear(1000, 100), nn.Linear(100, 10_000), nn.Linear(10_000, 2))
+    begun(model, sparsity=0.9, peak_density=0.9182)  # without a word, as for all other models
+
+
+def test_a_large_model_of_equal_layers_is_made_sparse_without_a_word() -> None:
+    model = nn.Sequential(*[nn.Linear(550, 550) for _ in range(4)], nn.Linear(550, 2))
+    sparsifier, _ = begun(model, sparsity=0.5)  # 62.5 % are live at the peak, as four parts have it
+    assert sparsifier.sparse.num_prunable > 1_000_000
+
+
 # A model that was built sparse
 
 

@@ -107,4 +107,13 @@ def test_the_line_at_the_start_says_what_is_pruned_and_what_is_not() -> None:
     line = describe(asked("rigl", iterations=60).resolve(model), model)
     assert "60 iterations" in line
     assert "prunes 6 layers, 384 weights of 576 parameters" in line
+    assert "peak density 0.25 " in line
     assert "7 (the layer registered last), 1.weight (frozen), 64 parameters of norms and biases" in line
+
+
+@pytest.mark.parametrize(
+    ("method", "peak"), [("gmp", 1.0), ("rigl", 0.25), ("cyclic_gap", 0.25 + 0.75 * 128 / 448), ("dense", 1.0)]
+)
+def test_the_peak_density_of_a_plan(method: str, peak: float) -> None:
+    """The largest of four parts has 2 of 7 layers."""
+    assert asked(method).resolve(make_model(), iterations=60).peak_density == pytest.approx(peak)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -23,7 +25,7 @@ from growprune.masks.layers import Layers, Weight, few, frozen_layers, is_normal
 from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
 from growprune.methods import find_method
-from growprune.plan import By, Declaration, InitialMask, Plan, declaration_of, walk
+from growprune.plan import Action, By, Declaration, InitialMask, Part, Plan, declaration_of, walk
 from growprune.plan.phases import fill_lengths, plan_length
 from growprune.plan.settings import (
     as_names,
@@ -48,6 +50,10 @@ Scorer: TypeAlias = Callable[[SparseModel, By], None]
 
 OTHER_WORDS = {"kappa": "parts", "partition": "parts", "steps": "iterations", "max_steps": "iterations"}
 """Words for arguments in the paper and in other libraries."""
+LARGE_MODEL = 1_000_000
+"""The least number of prunable weights at which it is worth a warning that many are live at a time."""
+
+
 BY_DATA = ("wanda", "sparsegpt")
 """First masks that need calibration data: `prune_pretrained` makes them, and the plan keeps them."""
 MASKS: tuple[str, ...] = (*get_args(InitialMask), *BY_DATA)
@@ -355,6 +361,7 @@ class Settings:
                     f"the plan of {said.name} has {length} optimizer steps ({', '.join(given)}), but the training has "
                     f"{total}: set {remedy(length)}, or use options of {said.name} that add up to {total}"
                 )
+            said._warn_of_peak(plan, weights)
 
         # a first mask by data, which changes weights: last, when nothing can be refused any more
         if is_by_data:
@@ -419,6 +426,23 @@ class Settings:
         )
         return first
 
+    def _warn_of_peak(self, plan: Plan, weights: Sequence[Weight]) -> None:
+        """Warn if one layer has most of a large model, so that the default limit of live weights cannot be kept."""
+        total, share = sum(weight.numel for weight in weights), plan.partition.largest_share
+        if not self.is_start_open or share <= 0.5 or total < LARGE_MODEL:
+            return
+        limits = [edit.within or 0 for scheduled in walk(plan) for edit in scheduled.phase.edits]
+        peak = math.ceil(max(limits, default=0) * 1e4) / 1e4
+        if not peak:
+            return
+        largest = max(weights, key=lambda weight: weight.numel)
+        warn(
+            f"up to {peak:.0%} of the prunable weights will be live at a time, because one part has {share:.0%} of "
+            f"them and grows as a whole; its largest layer is {largest.name}, with {largest.numel / total:.0%}. Pass "
+            f"{self.declaration.peak}={peak:g} to accept this, or use more parts= if the part has several layers, "
+            f"keep_dense=[...], or method='rigl'"
+        )
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -449,6 +473,34 @@ class Resolved:
     def num_iterations(self) -> int:
         """The optimizer steps of the plan."""
         return plan_length(self.plan, self.iterations_per_epoch or 0)
+
+    @property
+    def peak_density(self) -> float:
+        """An estimate of the largest share of the prunable weights that are live at a time."""
+        parts = self.partition
+        sizes = parts.sizes or (1,) * len(parts)
+        density, peak, total = [1.0] * len(parts), 0.0, max(1, sum(sizes))
+        covered: dict[Part, list[int]] = {}
+        for scheduled in walk(self.plan):
+            before = list(density)
+            for edit in scheduled.phase.edits:
+                if edit.part not in covered:
+                    tensors = set(edit.part.tensors)
+                    covered[edit.part] = [i for i, part in enumerate(parts) if tensors.intersection(part.tensors)]
+                for i in covered[edit.part]:
+                    if edit.to is None:
+                        factor = 1 - (edit.share or 0) if edit.action is Action.PRUNE else 1 + (edit.share or 0)
+                        density[i] = min(1.0, density[i] * factor)
+                    else:
+                        bound = min if edit.action is Action.PRUNE else max
+                        density[i] = bound(density[i], 1 - edit.to)
+                    excess = sum(map(operator.mul, density, sizes)) - (edit.within or 1) * total
+                    density[i] -= max(0.0, excess) / sizes[i] if edit.within is not None else 0.0
+            if scheduled.phase.is_trained:
+                peak = max(peak, sum(map(operator.mul, density, sizes)) / total)
+            if scheduled.branch is not None:
+                density = before
+        return peak
 
     def sparse_settings(self) -> dict[str, Any]:
         """Return the arguments of SparseModel, without model and storage."""
@@ -488,8 +540,8 @@ def describe(resolved: Resolved, model: nn.Module) -> str:
 
     >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
     >>> print(describe(Settings("rigl", 0.75, iterations=10).resolve(model), model))
-    rigl to sparsity 0.75 in 10 iterations || prunes 1 layer, 128 weights of 282 parameters || dense: 3 \
-(the layer registered last), 0 (Embedding), 50 parameters of norms and biases
+    rigl to sparsity 0.75 in 10 iterations || prunes 1 layer, 128 weights of 282 parameters || peak density 0.25 || \
+dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and biases
     """
     said, parameters = resolved.settings, dict(model.named_parameters())
     pruned = {weight.parameter for weight in resolved.weights}
@@ -509,6 +561,7 @@ def describe(resolved: Resolved, model: nn.Module) -> str:
     facts = (
         f"{said.name} to sparsity {resolved.sparsity:g} in {resolved.num_iterations:,} iterations",
         f"prunes {count} layer{'' if count == 1 else 's'}, {weights:,} weights of {total:,} parameters",
+        f"peak density {resolved.peak_density:.2g}",
         f"dense: {', '.join(dense) or 'none'}",
     )
     return " || ".join(facts)

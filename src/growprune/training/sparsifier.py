@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,8 +22,9 @@ from growprune.plan import By, Plan, walk
 from growprune.plan.settings import check_state
 from growprune.sparse.cursor import cursor_of
 from growprune.sparse.model import SparseModel, check_settings, named_tensors
-from growprune.sparse.stepper import LR_RAMP, check_optimizer, unwrapped
+from growprune.sparse.stepper import KEEPS_ZEROS, LR_RAMP, check_optimizer, unwrapped
 from growprune.sparse.summary import Summary
+from growprune.storage.masked import is_wrapped
 from growprune.training.settings import BY_DATA, FirstMask, PartsLike, Scorer, Settings, describe
 
 log = logging.getLogger("growprune")
@@ -307,8 +309,9 @@ class Sparsifier:
             self._refuse_shards()
             check_weights(state["weights"], sparse)
             check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
-            check_optimizers(state, [*map(unwrapped, self._optimizers)])
         check_masks(state["sparse"], sparse)
+        if "weights" in state:
+            check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
         first = FirstMask(*state["first"])
         cursor, lr_scaling = self.cursor, sparse.lr_scaling
         if first != self.first and self.settings.initial_mask in ("auto", *BY_DATA):
@@ -452,8 +455,8 @@ def check_weights(saved: Snapshot, own: SparseModel) -> None:
         raise GrowpruneError(f"the state belongs to another model: {found[0]}. Build the model that was saved")
 
 
-def check_optimizers(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-    """Raise unless the saved optimizers are of the same classes, with the same groups."""
+def check_optimizers(state: Mapping[str, Any], optimizers: Sequence[Optimizer], own: SparseModel) -> None:
+    """Raise unless the saved optimizers are of the same classes, with the same groups, and entries that fit."""
     saved, classes, mine = state["optimizers"], state["optimizer_classes"], [type(o).__name__ for o in optimizers]
     if len(saved) != len(mine):
         raise GrowpruneError(
@@ -472,3 +475,33 @@ def check_optimizers(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) 
                 f"the state has {type(optimizer).__name__} groups of {sizes} parameters, but the optimizer has {here}: "
                 f"create it as when the state was saved"
             )
+        if type(optimizer) not in KEEPS_ZEROS:
+            continue  # its state may have any form
+        alive = {
+            id(stored.parameter): int(unpack(state["sparse"]["masks"][name], stored.shape).sum())
+            for name, stored in own.stored.items()
+        }
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        names = _entries_of(optimizer)
+        for index, entries in one["state"].items():
+            parameter = parameters[index]
+            fitting = (parameter.shape, torch.Size([alive.get(id(parameter), parameter.numel())]), torch.Size())
+            for name in names:
+                entry = entries.get(name, "missing")
+                if not (entry is None or (isinstance(entry, Tensor) and (entry.shape in fitting or is_wrapped(entry)))):
+                    raise GrowpruneError(
+                        f"the state is damaged: {name} of parameter {index} in {type(optimizer).__name__} is "
+                        f"{tuple(entry.shape) if isinstance(entry, Tensor) else entry!r}, for a parameter of shape "
+                        f"{tuple(parameter.shape)}"
+                    )
+
+
+def _entries_of(optimizer: Optimizer) -> list[str]:
+    """Return the names of what one of torch's optimizers keeps for a parameter: those of a step that was made."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name not in ("params", "lr")}
+    plain = {name: False if name in ("fused", "foreach", "capturable") else value for name, value in group.items()}
+    probe = type(optimizer)([{**plain, "params": [parameter], "lr": 0.1}], lr=0.1)  # type: ignore[call-arg]
+    probe.step()
+    return list(probe.state[parameter])
