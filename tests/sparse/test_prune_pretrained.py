@@ -411,7 +411,6 @@ def test_a_model_on_the_meta_device() -> None:
     ("options", "match"),
     [
         ({"by": "obs"}, "by must be one of sparsegpt, wanda, magnitude, got 'obs'"),
-        ({"ranked": "column"}, "ranked must be one of row, layer, got 'column'"),
         ({"unreached": "skip"}, "unreached must be one of error, magnitude, got 'skip'"),
         ({"allocation": "global"}, "allocation='global' ranks all layers together, but by='sparsegpt'"),
         ({"allocation": "fair"}, "allocation must be one of uniform, erk, global, global_no_floor, got 'fair'"),

@@ -122,7 +122,7 @@ class Cursor:
         whole = plain(iteration)
         if isinstance(whole, bool) or not isinstance(whole, int):
             raise GrowpruneError(
-                f"advance takes the number of iterations done, an integer such as 3, got {iteration!r}"
+                f"advance takes the number of iterations that are done, an integer such as 3, got {iteration!r}"
             )
         if whole < self.iteration:
             raise GrowpruneError(

@@ -201,9 +201,7 @@ class DeeprRule(RunningRule):
     def __init__(self, rule: Deepr, own: SparseModel) -> None:
         super().__init__(own, rule.part, "DeepR edits masks in every iteration")
         if not own.pattern.is_single:
-            raise GrowpruneError(
-                f"DeepR needs pattern='unstructured', as it rewires single weights, got {own.pattern.name!r}"
-            )
+            raise GrowpruneError(f"DeepR needs pattern='unstructured', as it rewires weights, got {own.pattern.name!r}")
         self.rule = rule
         self._iteration: dict[str, int] = {}
         """How many steps each parameter has had."""
