@@ -73,15 +73,6 @@ def test_of_equal_keys_the_earlier_positions_are_chosen() -> None:
     assert chosen([[1, 7, 1, 1, 7, 1, 1]], 4) == [[True, True, True, False, True, False, False]]
 
 
-def test_places_for_ties_are_handed_on_from_chunk_to_chunk() -> None:
-    for chunk in range(1, 8):
-        assert chosen([[2, 2, 2, 2, 2, 2, 2]], 5, chunk=chunk) == [[True] * 5 + [False] * 2]
-
-
-def test_a_key_of_zero_is_never_chosen() -> None:
-    assert chosen([[0, 4, 0, 1]], 2) == [[False, True, False, True]]
-
-
 @pytest.mark.parametrize("lists", [[[0, 4, 0, 1]], [[]], [[4], [1]], [[0, 0, 0, 0]]])
 def test_more_than_may_be_chosen_is_an_error(lists: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="cannot choose 3 positions: fewer are available"):
