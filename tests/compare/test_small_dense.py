@@ -162,7 +162,7 @@ def test_its_costs_are_shares_of_the_full_model_and_its_width_stands_in_the_tabl
 def test_the_page_shows_it_beside_the_others(tmp_path: Path) -> None:
     fake(tmp_path)
     text = page.render(find_runs([tmp_path]), "")
-    assert "<td>width 4: 11.4 % of the weights</td>" in text
+    assert "<td>0.9 (width 4: 11.4 % of the weights)</td>" in text
     assert text.count("<h3>Results</h3>") == 1  # one task, one group
     assert "Not all of these runs can be compared" not in text
 
