@@ -73,7 +73,7 @@ def digests(*sources: str) -> dict[str, str]:
             found[path] = _digest(content)
             waiting += _own_imports(path, content)
     named: dict[str, str] = {}
-    for path, digest in sorted(found.items()):
+    for path, digest in sorted(found.items(), key=lambda each: (not each[0].is_relative_to(folder), each[0])):
         name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
         named[name if name not in named else f"{path.parent.name}/{name}"] = digest
     return named
