@@ -21,7 +21,7 @@ from growprune.errors import GrowpruneError
 from growprune.report import notes, write_page
 from growprune.report.groups import group_runs
 from growprune.report.page import render
-from growprune.report.words import command
+from growprune.report.words import command, compare_command
 from growprune.runs import find_runs
 
 
@@ -182,6 +182,44 @@ def test_unfinished_runs_are_listed_with_the_reason(tmp_path: Path) -> None:
 
 
 # Commands
+
+
+def made_by_compare(folder: Path, row: str, seed: int, settings: dict[str, str], **more: Any) -> Path:
+    own = {"method": row.partition(":")[0], "options": '{"epochs":2}', "seed": str(seed), "sparsity": "0.9", **settings}
+    origin = {"source": "digits/dense", "settings": own, "row": row}
+    return write(folder, row.partition(":")[0], 88.0, seed, origin=origin, **more)
+
+
+def command_of(folder: Path) -> str:
+    (group,) = group_runs(find_runs([folder]))
+    return compare_command(group)
+
+
+def test_one_compare_command_makes_all_runs(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for name in ("dense", "gmp:global", "rigl:erk every=5"):
+            made_by_compare(tmp_path / f"{name}{seed}", name, seed, {"clip": "1.0", "task.data": "/disk/d.npz"})
+    command = command_of(tmp_path)
+    assert command in html.unescape(page_of(tmp_path))
+    assert command == (
+        "growprune compare digits/dense --data DATA/d.npz --methods 'dense,gmp:global,rigl:erk every=5' "
+        "--sparsities 0.9 --seeds 0,1 --epochs 2 --set clip=1.0"
+    )
+
+
+def test_compare_command_names_the_file_of_a_method_of_the_user(tmp_path: Path) -> None:
+    made_by_compare(tmp_path / "own", "mine:uniform k=2", 0, {"method": "/home/me/own.py:mine"})
+    assert "--methods 'own.py:mine:uniform k=2'" in command_of(tmp_path)
+
+
+@pytest.mark.parametrize("other", [{"clip": "2.0"}, None])
+def test_runs_of_several_commands_have_no_common_one(other: dict[str, str] | None, tmp_path: Path) -> None:
+    made_by_compare(tmp_path / "a", "gmp:global", 0, {"clip": "1.0"})
+    if other is None:
+        write(tmp_path / "b", "rigl")
+    else:
+        made_by_compare(tmp_path / "b", "rigl:global", 0, other)
+    assert command_of(tmp_path) == ""
 
 
 def test_command_of_a_run_has_no_paths(tmp_path: Path) -> None:

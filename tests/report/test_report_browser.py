@@ -141,18 +141,20 @@ def num_lines(browser: Any, number: int) -> int:
     return int(browser.execute_script(f"return document.querySelectorAll('#plot-{number} .lines path.js-line').length"))
 
 
-def test_one_legend_hides_rows_in_all_charts(pages: dict[str, Path], browser: Any) -> None:
+def test_one_legend_hides_rows_in_all_charts_and_controls_at_first(pages: dict[str, Path], browser: Any) -> None:
     show(browser, pages["many"])
     assert len(browser.find_elements("css selector", ".legend")) == 1
     boxes = browser.find_elements("css selector", ".legend input")
+    off = [box.get_attribute("value") for box in boxes if not box.is_selected()]
+    assert off == ["gradual_gap:global power=3 control=peak"]  # the other methods declare no control
     drawn = [num_lines(browser, number) for number in (0, 2)]
     assert min(drawn) >= 35
     next(box for box in boxes if box.get_attribute("value") == "0.95").click()
-    assert [num_lines(browser, number) for number in (0, 2)] == [n - 18 for n in drawn]
+    assert [num_lines(browser, number) for number in (0, 2)] == [n - 17 for n in drawn]
     browser.find_element("css selector", ".legend button[data-all='']").click()
     assert [num_lines(browser, number) for number in (0, 2)] == [0, 0]
     browser.find_element("css selector", ".legend button[data-all='1']").click()
-    assert [num_lines(browser, number) for number in (0, 2)] == drawn
+    assert [num_lines(browser, number) for number in (0, 2)] == [n + 2 for n in drawn]
 
 
 def test_the_switch_changes_the_colours_of_page_and_charts(pages: dict[str, Path], browser: Any) -> None:

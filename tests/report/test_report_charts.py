@@ -9,7 +9,7 @@ from test_report import write
 
 from growprune import methods
 from growprune.report.charts import Chart, Styles, charts_over_time, frontier_charts
-from growprune.report.groups import Group, group_runs
+from growprune.report.groups import Group, group_runs, is_control
 from growprune.runs import find_runs
 
 
@@ -148,3 +148,5 @@ def test_no_two_of_all_methods_and_their_controls_look_alike(tmp_path: Path) -> 
     rows = only_group(tmp_path).sparse
     looks = {(style.colour, style.symbol) for style in map(Styles(rows).of, rows)}
     assert len(looks) == len(rows) == len(sparse) + 2
+    controls = [row.name for row in rows if is_control(row)]
+    assert controls == ["gradual_gap:global control=peak", "gradual_gap:global control=start"]

@@ -206,7 +206,7 @@ def _chart_over_time(quantity: Quantity, group: Group, styles: Styles) -> Chart 
         [trace for row, seeds in found for trace in _traces_over_time(quantity, row, seeds, styles)],
         layout(axis("epoch", rangemode="tozero"), y),
         ["epoch", *(row.label for row, _ in found)],
-        [[round(key[0], 4), *(points.get(key) for points in means)] for key in keys],
+        [[round(key[0], 4) if key[0] % 1 else int(key[0]), *(points.get(key) for points in means)] for key in keys],
     )
 
 

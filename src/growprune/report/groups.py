@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from growprune.methods import METHODS
+from growprune.plan import declaration_of
 from growprune.runs import Record
 from growprune.runs.comparison import Comparison
 from growprune.runs.result import Json, Metric
@@ -48,6 +50,12 @@ class Group:
     @property
     def metric(self) -> Metric:
         return self.table.metric if self.table.metric.name else Metric("metric")
+
+
+def is_control(row: RunRow) -> bool:
+    """True for a method without its growth, which the method declares as a control."""
+    method = METHODS.get(str(row.first.recipe.get("method")))
+    return method is not None and declaration_of(method).control in (row.first.recipe.get("options") or {})
 
 
 def order(record: Record) -> tuple[str, float, str]:

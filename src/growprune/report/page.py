@@ -25,7 +25,7 @@ from growprune.report.charts import (
     quantities,
     short,
 )
-from growprune.report.groups import Group, group_runs, order
+from growprune.report.groups import Group, group_runs, is_control, order
 from growprune.runs import Record
 from growprune.runs.comparison import COST, QUALITY
 from growprune.runs.record import in_full
@@ -79,6 +79,8 @@ def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
     said = "".join(f"<p class='note'>{escape(note)}</p>" for note in words.notes(records))
     for group in groups:
         said += f"<p>{' '.join(map(escape, words.summary(group)))}</p>"
+        if command := words.compare_command(group):
+            said += f"<p>This command makes these runs:</p><pre class='command' tabindex='0'>{escape(command)}</pre>"
     links = [(f"group-{number}", group.name) for number, group in enumerate(groups, 1)]
     links += [("tuning", "Tuning")] if tunings_of(records) else []
     links += [("runs", "All runs"), ("again", "How to reproduce"), ("words", "Terms")]
@@ -111,18 +113,21 @@ def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> st
 
 
 def _legend(group: Group, styles: Styles) -> str:
-    """The legend of all charts of a group, which shows and hides rows."""
+    """The legend of all charts of a group, which shows and hides rows. Controls are hidden at first."""
     rows = {row.name: row for row in reversed(group.rows)}
     chips = {name: styles.of(rows[name]) for name in reversed(rows)}
     sparsities = sorted({row.sparsity for row in group.sparse})
     if len(sparsities) > 1:
         chips |= {in_full(each): Style("currentColor", "", styles.dash(each)) for each in sparsities}
+    hidden = [name for name, row in rows.items() if is_control(row)]
     boxes = "".join(
-        f"<label><input type='checkbox' value='{name}' checked>{style.swatch}<span>{name}</span></label>"
-        for name, style in ((escape(name), style) for name, style in chips.items())
+        f"<label><input type='checkbox' value='{escape(name)}'{'' if name in hidden else ' checked'}>{style.swatch}"
+        f"<span>{escape(name)}</span></label>"
+        for name, style in chips.items()
     )
+    note = f" ({len(hidden)} control{'s are' if len(hidden) > 1 else ' is'} hidden at first)" if hidden else ""
     return (
-        f"<details class='legend' open><summary>Rows in the charts</summary><div class='chips'>{boxes}"
+        f"<details class='legend' open><summary>Rows in the charts{note}</summary><div class='chips'>{boxes}"
         "<span><button type='button' data-all='1'>all</button> <button type='button' data-all=''>none</button></span>"
         "</div></details>"
     )

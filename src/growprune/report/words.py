@@ -67,6 +67,42 @@ def notes(records: Sequence[Record]) -> list[str]:
     return said
 
 
+def compare_command(group: Group) -> str:
+    """The one `growprune compare` that makes all runs of a group. Empty if they were not made by one."""
+    runs = [run for row in group.rows for run in row.runs]
+    epochs = {run.final_epochs for run in runs} - {None}
+    given = {"method", "options", "sparsity", "allocation", "parts", "seed"}
+    common = []
+    for run in [run for run in runs if not run.small]:  # which has a task of its own
+        source, data, settings = _said(run)
+        common.append((source, data, {k: v for k, v in settings.items() if k.partition(".")[0] not in given}))
+    is_one_call = all(run.origin.get("row") and not run.tuning.get("grid") for run in runs)
+    if not common or not is_one_call or len(epochs) != 1 or any(each != common[0] for each in common):
+        return ""
+    source, data, kept = common[0]
+    sparsities = sorted({in_full(row.sparsity) for row in group.sparse})
+    words = ["growprune", "compare", source, *data, "--methods", ",".join({_typed_row(run): 0 for run in runs})]
+    words += ["--sparsities", ",".join(sparsities)] if sparsities else []
+    words += ["--seeds", ",".join(map(str, sorted({run.seed for run in runs}))), "--epochs", f"{epochs.pop():g}"]
+    return shlex.join([*words, *(word for key, value in kept.items() for word in ("--set", f"{key}={value}"))])
+
+
+def _typed_row(run: Record) -> str:
+    """The row of a run as typed for `growprune compare`, where a method of the user is path.py:function."""
+    row, method = str(run.origin["row"]), str((run.origin.get("settings") or {}).get("method", ""))
+    path, colon, function = method.rpartition(":")
+    return f"{PurePath(path).name}:{row}" if colon and row.startswith(function) else row
+
+
+def _said(record: Record) -> tuple[str, list[str], dict[str, Any]]:
+    """What a run was started with, without paths on this machine: the recipe, `--data` and the other settings."""
+    source, colon, function = str(record.origin.get("source", "")).rpartition(":")
+    settings = dict(record.origin.get("settings") or {})
+    data = settings.pop("task.data", None) or record.task.get("data")
+    given = ["--data", f"DATA/{PurePath(str(data)).name}"] if data else []
+    return f"{PurePath(source).name}:{function}" if colon else function, given, settings
+
+
 def commands(records: Sequence[Record]) -> str:
     """The commands that reproduce the runs, and the names of runs without a known command."""
     known = [f"# {record.name}\n{command(record)}" for record in records if record.origin.get("source")]
@@ -77,13 +113,9 @@ def commands(records: Sequence[Record]) -> str:
 
 def command(record: Record) -> str:
     """The command that reproduces a run, without paths on this machine."""
-    source, colon, function = str(record.origin.get("source", "")).rpartition(":")
-    settings = dict(record.origin.get("settings") or {})
-    data = settings.pop("task.data", None) or record.task.get("data")
-    words = ["growprune", "train", f"{PurePath(source).name}:{function}" if colon else function]
-    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    words += ["--data", f"DATA/{PurePath(str(data)).name}"] if data else []
-    return shlex.join([*words, "--out", record.name])
+    source, data, settings = _said(record)
+    words = ["growprune", "train", source, *(word for key in settings for word in ("--set", f"{key}={settings[key]}"))]
+    return shlex.join([*words, *data, "--out", record.name])
 
 
 def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
