@@ -54,6 +54,12 @@ def test_the_coupon_collector_of_ten_weights_needs_29_steps() -> None:
     assert expected_random_but_the_last(2) == 2  # the second draw must be the other one
 
 
+def test_cyclic_gap_trains_each_of_ten_weights_in_exactly_ten_steps() -> None:
+    from ten_weights import cyclic
+
+    assert [cyclic(seed) for seed in range(3)] == [10, 10, 10]
+
+
 def test_random_exploration_takes_as_long_as_the_coupon_collector() -> None:
     from ten_weights import random_weights
 
