@@ -20,8 +20,8 @@ from growprune.compare.rows import Point, Row
 from growprune.engine.folder import RunFolder, check_same_recipe, check_same_work, fields_of, is_in_use
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
+from growprune.files.disk import writing_to
 from growprune.runs import Record, read_run
-from growprune.runs.comparison import writing_to
 from growprune.runs.record import failure_file, in_full
 from growprune.runs.result import Json
 from growprune.runs.table import MAY_CHANGE, flat

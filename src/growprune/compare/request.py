@@ -36,10 +36,11 @@ from growprune.engine.override import absolute, digests, override, parse_setting
 from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.errors import GrowpruneError
 from growprune.files import disk
+from growprune.files.disk import writing_to
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
 from growprune.runs import Record, find_runs
-from growprune.runs.comparison import Comparison, writing_to
+from growprune.runs.comparison import Comparison
 from growprune.runs.record import TUNING, in_full
 from growprune.runs.result import Json, Metric
 from growprune.runs.table import FAILED, check, check_rows, deciding, rows_of, say_grid, terms_of, without_tried

@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import MAX_VALUE, GrowpruneError, is_users_file, shorten
+from growprune.methods import METHODS
 from growprune.methods import find_method as find_known
 from growprune.plan import Plan, declaration_of
 
@@ -181,7 +182,7 @@ def _with_method(recipe: Recipe, name: str) -> Recipe:
 def find_method(name: str) -> Callable[..., Plan]:
     """Find a method by its name in `METHODS`, or as `path.py:function`."""
     if not is_source(name):
-        return find_known(name, otherwise=", or give path.py:function")
+        return METHODS.get(name) or find_known(name, otherwise=", or give path.py:function")
     found = load(name, "method")
     declaration_of(found)  # raises if it is no method
     return found

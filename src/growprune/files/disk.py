@@ -101,7 +101,10 @@ def read_json(path: Path, names: Names, remedy: str) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically. nan and infinity become null."""
-    text = json.dumps(finite(value), indent=2, allow_nan=False)
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False)
+    except ValueError:
+        text = json.dumps(finite(value), indent=2, allow_nan=False)
     with replacing(path) as file:
         file.write(f"{text}\n".encode())
 
@@ -144,3 +147,15 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn an OSError into one line that names the folder and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise GrowpruneError(
+            f"cannot write to {folder} ({error.strerror or error}). Check disk space and permissions, or choose "
+            f"another --out"
+        ) from error

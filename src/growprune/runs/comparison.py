@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from growprune.errors import GrowpruneError
-from growprune.files.disk import finite, replacing
+from growprune.files.disk import finite, replacing, writing_to
 from growprune.runs.record import in_full, say_small
 from growprune.runs.result import Json, Metric, decimals, plus_minus
 from growprune.runs.table import HEAD as TUNING_HEAD
@@ -201,15 +199,3 @@ class Comparison:
             lines += ["", "| " + " | ".join(TUNING_HEAD) + " |", "|---|---|" + "---:|" * (len(TUNING_HEAD) - 2)]
             lines += ["| " + " | ".join(cells_of(tuning)) + " |" for tuning in self.tunings]
         return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.errors])]) + "\n"
-
-
-@contextlib.contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Turn an OSError into one line that names the folder and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise GrowpruneError(
-            f"cannot write to {folder} ({error.strerror or error}). Check disk space and permissions, or choose "
-            f"another --out"
-        ) from error
