@@ -155,7 +155,7 @@ class Masked(SparseParameter):
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
         # which masks are full is asked at once, because each single answer would wait for the device
         asked = [one for one, _ in shaped_alike if isinstance(one._is_full, Tensor)]
-        for one, is_full in zip(asked, in_one_go([one._is_full for one in asked]), strict=True):
+        for one, is_full in zip(asked, in_one_go([one._is_full for one in asked]) if asked else (), strict=True):
             one._is_full = bool(is_full)
         for sparse_parameter, tensors in shaped_alike:
             for tensor in tensors:
