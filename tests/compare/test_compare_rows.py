@@ -173,7 +173,7 @@ def at(method: str, allocation: str = "uniform") -> Any:
     return lambda epochs: spend(base, epochs, 5)
 
 
-@pytest.mark.parametrize("method", ["dense", "static_random", "rigl", "acdc", "cyclic_gap", "gradual_gap"])
+@pytest.mark.parametrize("method", METHODS)
 def test_equal_flops_are_met_within_one_epoch_by_every_method(method: str) -> None:
     budget = Budget("flops", 20, 400)
     epochs = budget.epochs_of(METHODS[method], at(method))

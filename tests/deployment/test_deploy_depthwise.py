@@ -217,3 +217,13 @@ assert torch.equal(fast(x), wanted)
 def test_a_forked_process_has_threads_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [(150, 141), (33, 400), (5, 5), (16, 16), (1, 9000)])
+def test_large_images_are_done_in_bands_of_rows_and_small_ones_several_at_a_time(
+    kernel: int, stride: int, size: tuple[int, int]
+) -> None:
+    geometry = Geometry(21, 1, *size, (kernel, kernel), (stride, stride), (kernel // 2, kernel // 2))
+    expect_same_as_torch(geometry, 2, Activation.RELU6, False)

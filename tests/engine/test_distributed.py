@@ -383,3 +383,14 @@ def test_a_recipe_that_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
     recipe = replace(plain(), task=Toy(is_normed=True), parts=contiguous(2), storage="compact", shard="fsdp")
     expected = "shard='fsdp' does not support BatchNorm, but 1 is one. Use replicas instead (shard='none')"
     assert sorted(run_on(2, recipe, tmp_path / "run")) == [f"rank {rank}: {expected}" for rank in range(2)]
+
+
+def test_with_one_ranking_over_the_model_parts_are_sent_dense_and_pruned_together(tmp_path: Path) -> None:
+    recipe = replace(parallel(), task=Toy(depth=4), parts=contiguous(4), allocation="global")
+    engine.train(recipe, tmp_path / "one")
+    assert run_on(2, recipe, tmp_path / "two") == []
+    assert model_bytes(tmp_path / "two") == model_bytes(tmp_path / "one")
+    events = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    tensors = dict(recipe.task.build_model().named_parameters())
+    dense = sum(tensor.numel() * 4 for name, tensor in tensors.items() if name.startswith(("fc2", "head")))
+    assert all(event["bytes_received"] >= dense for event in events if event["event"] == "combined")

@@ -376,3 +376,18 @@ def test_parameters_that_a_recipe_includes_are_layers_of_its_partition() -> None
     model = recipe.task.build_model()
     model.lone = torch.nn.Parameter(torch.zeros(4, 4))
     assert len(recipe.plan(model).partition) == 4
+
+
+def test_on_gpus_replicas_ask_each_other_whether_to_stop_once_in_sixteen_iterations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh, asked = Mesh(cyclic().plan(Toy().build_model()), 1), []
+    monkeypatch.setattr(mesh, "data_group", "a group")
+    device = ["cuda"]
+    monkeypatch.setattr(mesh, "device", lambda: torch.device(device[0]))
+    monkeypatch.setattr(mesh, "sum_over_replicas", lambda flag: asked.append(1) or flag)
+    assert [mesh.any(True, iteration) for iteration in range(1, 16)] == [False] * 15
+    assert asked == []
+    device[0] = "cpu"  # where a flag can be made
+    assert mesh.any(True, 16)
+    assert asked == [1]

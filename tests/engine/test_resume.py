@@ -222,3 +222,10 @@ def test_a_recipe_says_how_rates_follow_density_and_storages_agree(tmp_path: Pat
     assert found[0] == found[1] != found[2]
     with pytest.raises(GrowpruneError, match=r"^lr_scaling must be 'auto' or an exponent in \[0, 2\], got 7\.0"):
         override(cyclic(), {"lr_scaling": "7"})
+
+
+def test_a_checkpoint_without_its_marker_is_never_loaded(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"x": 1})
+    checkpoint.save(tmp_path, 2, {"x": 2})
+    (tmp_path / "00000002" / "COMPLETE").unlink()
+    assert checkpoint.load_newest(tmp_path, lambda message: None) == (1, {"x": 1})

@@ -23,8 +23,10 @@ NUM_KILLS = int(os.environ.get("GROWPRUNE_KILLS", "2"))
     ("trainer", "case"),
     [
         ("own loop", ("gradual_gap", "compact")),
+        ("transformers", ("bert", "gradual_gap", "masked")),
         ("transformers", ("mixtral", "rigl", "compact")),
         ("lightning", ("cyclic_gap", "masked")),
+        ("lightning", ("rigl", "compact")),
         ("accelerate", ("rigl",)),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

@@ -516,3 +516,25 @@ def test_without_lightning_the_extra_to_install_is_named(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "growprune.integrations.lightning")
     with pytest.raises(GrowpruneError, match=r"\[lightning\]"):
         importlib.import_module("growprune.integrations.lightning")
+
+
+def test_masked_and_compact_give_the_same_bits(tmp_path: Path) -> None:
+    one = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=2, storage="masked", every=3))
+    other = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=2, storage="compact", every=3))
+    assert_same(one, other)
+
+
+def test_resuming_keeps_the_sparsity_where_lightnings_own_pruning_loses_it(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(tmp_path, GrowPrune("one_shot", sparsity=0.8, parts=1, epochs=2, finetune=1), callbacks=[saving])
+    callback = GrowPrune("one_shot", sparsity=0.8, parts=1, epochs=2, finetune=1)
+    module = fit(tmp_path, callback, ckpt=tmp_path / "epoch=2.ckpt", max_epochs=4)  # one more, when the plan is over
+    assert module.trainer.global_step == 24
+    assert zeros(module, callback) == 1536  # 80 % of 1,920
+
+
+def test_a_callback_is_for_one_module(tmp_path: Path) -> None:
+    callback = GrowPrune(sparsity=0.9, parts=2)
+    fit(tmp_path, callback)
+    with pytest.raises(GrowpruneError, match="already belongs to another module: make a new GrowPrune for each"):
+        fit(tmp_path, callback)

@@ -281,3 +281,15 @@ def test_the_state_in_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> No
     ours = tmp_path / "checkpoint-3" / "growprune" / "00000000"
     assert sorted(file.name for file in ours.iterdir()) == ["COMPLETE", "state.json", "tensors.safetensors"]
     assert load_file(ours / "tensors.safetensors")
+
+
+def test_layers_that_are_called_several_times_grow_the_same_weights_in_both_storages(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "embedding_size": 8, "hidden_size": 16, "intermediate_size": 32}
+    config = hf.AlbertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_labels=3)
+    masks = []
+    for storage in ("masked", "compact"):
+        torch.manual_seed(0)
+        callback = GrowPruneCallback("rigl", sparsity=0.75, storage=storage)
+        make_trainer(tmp_path, hf.AlbertForSequenceClassification(config), make_data("bert"), callback).train()
+        masks.append(callback.sparse.masks)
+    assert all(torch.equal(mask, masks[1][name]) for name, mask in masks[0].items())

@@ -361,3 +361,15 @@ def test_names_may_be_iterators() -> None:
     assert len(Partition.per_layer(Bare(), include=iter(["matrix"]))) == 2
     S = Partition.of(model, iter([iter(["0", "1"]), iter(["2"])]))
     assert [part.tensors for part in S] == [("0.weight", "0.bias", "1.weight", "1.bias"), ("2.weight", "2.bias")]
+
+
+def test_a_buffer_in_no_part_is_an_error_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    with pytest.raises(ValueError, match=r"'1\.running_mean' belongs to no part"):
+        Partition.of(model, [["0"]])
+
+
+def test_a_shared_module_has_one_owner() -> None:
+    shared = nn.Linear(4, 4)
+    S = Partition.contiguous(nn.Sequential(shared, nn.Linear(4, 4), shared), 2)
+    assert owners(S) == {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1}

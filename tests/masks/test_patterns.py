@@ -287,3 +287,12 @@ def test_at_most_n_of_every_m_live_whatever_the_shape(rows: int, windows: int, k
         mask = kept(f"{n}:4", values, rows * windows * kernel * n)
     folded = mask.movedim(1, -1).reshape(-1, 4)
     assert folded.sum(1).tolist() == [n] * len(folded)
+
+
+def test_blocks_of_a_convolution_run_along_the_input_channels() -> None:
+    values = torch.zeros(1, 2, 1, 2)  # (out, in, kh, kw)
+    values[0, :, 0, 0] = torch.tensor([1.0, -1.0])
+    values[0, :, 0, 1] = torch.tensor([2.5, 0.0])
+    mask = kept("1x2", values, 1)
+    assert mask[0, :, 0, 0].tolist() == [False, False]
+    assert mask[0, :, 0, 1].tolist() == [True, True]

@@ -191,3 +191,12 @@ def test_choose_with_least_is_exact_and_the_best_there_is(keys: list[list[int]],
         key for own, kept in zip(keys, found, strict=True) for key, is_kept in zip(own, kept, strict=True) if is_kept
     ]
     assert sorted(chosen) == sorted(best)
+
+
+def test_places_for_ties_are_handed_on_from_chunk_to_chunk() -> None:
+    for chunk in range(1, 8):
+        assert chosen([[2, 2, 2, 2, 2, 2, 2]], 5, chunk=chunk) == [[True] * 5 + [False] * 2]
+
+
+def test_a_key_of_zero_is_never_chosen() -> None:
+    assert chosen([[0, 4, 0, 1]], 2) == [[False, True, False, True]]

@@ -134,3 +134,13 @@ def test_weights_that_are_not_there_as_dense_tensors_are_not_looked_at(storage: 
     expected = {"masked": 0.9, "compact": None}[storage]
     assert already_sparse(sparse.model, sparse.weights) == expected
     assert found(layers().to("meta")) is None
+
+
+@storages
+def test_what_is_dead_stays_dead_in_training(storage: str) -> None:
+    sparse = gp.SparseModel.from_zeros(pruned_elsewhere(), storage=storage)
+    optimizer = sparse.attach(torch.optim.AdamW(sparse.model.parameters(), lr=0.1))
+    for _ in range(3):
+        sparse.model(torch.randn(4, 16)).square().sum().backward()
+        optimizer.step()
+    assert sum(int(t.count_nonzero()) for n, t in sparse.model.state_dict().items() if "weight" in n) == 40

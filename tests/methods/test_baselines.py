@@ -234,3 +234,46 @@ def test_admm_is_three_phases_of_which_one_has_a_rule() -> None:
         Phase(iterations=7, rule=Admm(ALL, to=0.75, rho=0.1, every=2)),
         Phase(prune(ALL, to=0.75), iterations=5),
     ]
+
+
+def test_gmp_prunes_eight_weights_by_its_cubic() -> None:
+    model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8)
+    sparse = SparseModel(model, sparsity=0.8, allocation="uniform")
+    cursor = Cursor(sparse, gmp(S, sparsity=0.8, iterations=16, every=2, begin=0.125, until=0.75))
+    masks = {}
+    for iteration in range(16):
+        cursor.advance(iteration)
+        masks[iteration] = alive(sparse)
+    # 8 (1 - s) is 8, 8, 4.88, 2.98, 2.01, 1.65, 1.6
+    assert masks[0] == masks[3] == [1, 1, 1, 1, 1, 1, 1, 1]
+    assert masks[4] == masks[5] == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert masks[6] == masks[7] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert masks[8] == masks[15] == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+def test_gmp_with_one_edit_is_one_shot_pruning() -> None:
+    assert list(gmp(S, sparsity=0.5, iterations=4, every=9, begin=0.5, until=0.5)) == [
+        Phase(iterations=2),
+        Phase(prune(ALL, to=0.5), iterations=2),
+    ]
+
+
+def test_acdc_masks_of_six_weights() -> None:
+    model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6)
+    sparse = SparseModel(model, sparsity=0.5, allocation="uniform")
+    cursor = Cursor(sparse, acdc(S, sparsity=0.5, iterations=8, every=2, begin=0.25, until=0.75, dense_until=0.875))
+    masks = []
+    for iteration in range(8):
+        cursor.advance(iteration)
+        masks.append(alive(sparse))
+        with torch.no_grad():
+            model.weight += 1.0  # as training would
+        sparse.enforce()
+    whole, half = [1] * 6, [1, 0, 1, 0, 1, 0]  # after two iterations, those that were positive are the largest
+    assert masks == [whole, whole, half, half, whole, whole, whole, half]
+
+
+def test_static_random_is_one_phase() -> None:
+    assert list(static_random(S, sparsity=0.75, iterations=6)) == [
+        Phase(prune(ALL, to=0.75, by=By.RANDOM), iterations=6)
+    ]

@@ -1,6 +1,7 @@
 """Gradual grow-and-prune, by hand: its sparsities, its parts, its memory."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -252,3 +253,23 @@ def test_every_number_of_the_first_edition_is_what_it_was(power: int) -> None:
         now = 0.9 + (0.37 - 0.9) * (1 - t / 733) ** power if t else 0.37
         phases.append(Phase(prune(FOUR.whole, to=now), grow(FOUR[step % 4]), iterations=min(16, 733 - t)))
     assert plan == [*phases, Phase(prune(FOUR.whole, to=0.9), iterations=244)]
+
+
+def test_it_rises_as_gmp_does_with_a_power_of_three() -> None:
+    plan = gradual_gap(
+        FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, control="start", **FIRST | {"power": 3}
+    )
+    # half way, an eighth of the way is left: 0.9 - 0.8 / 8
+    assert lines(plan) == [
+        "prune all to 0.1 by random: 0",
+        "prune all to 0.1: 6",
+        "prune all to 0.8: 6",
+        "prune all to 0.9: 0",
+    ]
+
+
+@pytest.mark.parametrize("option", [{}, {"start": 0.2}, {"peak_density": 0.9}])
+def test_sparsity_never_falls(option: dict[str, float]) -> None:
+    plan = gradual_gap(FOUR, sparsity=0.3, iterations=100, **option)
+    asked = [phase.edits[0].to for phase in plan]  # type: ignore[union-attr]
+    assert all(a <= b for a, b in pairwise(asked))  # type: ignore[operator]

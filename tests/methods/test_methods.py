@@ -381,3 +381,24 @@ def test_a_method_is_called_in_strings_what_it_is_called_in_its_paper() -> None:
     for name in ("set", "str"):
         with pytest.raises(GrowpruneError, match=f"there is no method '{name}_'; similar: {name}"):
             methods.find_method(f"{name}_")
+
+
+@every_method
+def test_a_plan_listed_twice_is_the_same(name: str) -> None:
+    plan = plan_of(name, parts(4))
+    assert list(plan) == list(plan)
+    assert list(plan) == list(plan_of(name, parts(4)))
+
+
+@every_method
+def test_an_unknown_option_is_refused_at_the_call(name: str) -> None:
+    with pytest.raises(TypeError, match="sparsty"):
+        METHODS[name](parts(2), sparsty=0.9)
+
+
+def test_a_plan_that_is_too_long_names_an_option_of_its_method() -> None:
+    S = Partition.contiguous(nn.Linear(2, 2), 1)
+    with pytest.raises(GrowpruneError, match=r"the plan of gradual_gap has more than 100,000 phases: raise `every`"):
+        METHODS["gradual_gap"](S, sparsity=0.9, iterations=200_000, every=1)
+    with pytest.raises(GrowpruneError, match=r"the plan of cyclic_gap has more than 100,000 phases"):
+        cyclic_gap(S, sparsity=0.9, steps=200_000, epochs=1, finetune=1)

@@ -348,3 +348,14 @@ def test_granet_under_one_ranking_leaves_every_layer_its_number_once_the_sparsit
     assert all(now <= before for a, b in pairwise(seen) for before, now in zip(a, b, strict=True))
     assert {tuple(count) for count in seen[12:]} == {tuple(seen[12])}
     assert any(not torch.equal(masks[12][name], masks[-1][name]) for name in masks[12])  # but weights are swapped
+
+
+def test_stairs_prune_eight_weights() -> None:
+    model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8)
+    sparse = SparseModel(model, sparsity=0.875, allocation="uniform")
+    cursor = Cursor(sparse, iterative(S, sparsity=0.875, iterations=4, stages=(0.25, 0.5)))
+    masks = []
+    for iteration in range(4):
+        cursor.advance(iteration)
+        masks.append(alive(sparse))
+    assert masks == [[1] * 8, [0, 0, *[1] * 6], [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1]]

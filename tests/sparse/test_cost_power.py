@@ -1,5 +1,6 @@
 """A ranking of all layers in which weights that cost many operations count less, or more."""
 
+import copy
 from fractions import Fraction
 
 import pytest
@@ -8,8 +9,15 @@ from torch import nn
 
 import growprune as gp
 from growprune.errors import GrowpruneError
+from growprune.plan import declaration_of
 from growprune.sparse.flops import count_flops
 from growprune.sparse.model import SparseModel
+
+METHODS = [
+    name
+    for name, method in gp.methods.METHODS.items()
+    if declaration_of(method).length == "iterations" and name not in ("snip", "grasp", "parallel_gradual_gap")
+]
 
 
 def two_layers() -> nn.Sequential:
@@ -106,3 +114,30 @@ def test_refusals() -> None:
     with pytest.raises(GrowpruneError, match="example="):
         gp.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), sparsity=0.5, iterations=4, cost_power=0.5)
     assert not any(hasattr(module, "_growprune_sparse_model") for module in model.modules())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_a_power_and_resumes(name: str) -> None:
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer, gp.Sparsifier]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 16), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        how = {"sparsity": 0.6, "iterations": 12, "allocation": "global", "cost_power": 0.1, "example": IMAGE}
+        return model, optimizer, gp.sparsify(model, optimizer, name, **how)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            model(torch.randn(3, 4, 4, 4)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer, sparsifier = begun()
+    train(model, optimizer, range(6))
+    state = copy.deepcopy(sparsifier.state_dict())  # which refers to tensors, as those of torch do
+    train(model, optimizer, range(6, 12))
+    assert sparsifier.sparse.num_alive == round(0.4 * sparsifier.sparse.num_prunable)
+    again, its_optimizer, resumed = begun()
+    resumed.load_state_dict(state)
+    train(again, its_optimizer, range(6, 12))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

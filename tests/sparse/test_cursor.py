@@ -1,5 +1,6 @@
 """One cursor for every loop: advanced by hand, by an optimizer, or iterated over, it does the same."""
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -513,3 +514,32 @@ def test_the_state_is_safe_to_load_and_of_plain_values() -> None:
     state = cursor.state_dict()
     assert (state["position"], state["iteration"], state["start"]) == (2, 3, 2)
     check_same_bits(thawed(frozen(state))[0], state)
+
+
+def test_a_plan_of_another_model_is_refused_before_anything_is_done() -> None:
+    sparse, _ = make()
+    S = Partition.per_layer(nn.ModuleDict({"other": nn.Linear(3, 3)}))
+    with pytest.raises(GrowpruneError, match=r"other\.weight"):
+        Cursor(sparse, static_random(S, sparsity=0.75, iterations=1))
+
+
+def test_weights_that_compact_storage_would_lose_are_not_loaded_in_silence() -> None:
+    dense, _ = make(storage="compact")
+    sparse, S = make(storage="compact")
+    Cursor(sparse, static_random(S, sparsity=0.75, iterations=2)).attach(sgd(sparse.model.parameters()))
+    with pytest.raises(GrowpruneError, match=r"1,128 weights of 0\.weight, 3\.weight, 5\.weight are non-zero"):
+        sparse.model.load_state_dict(dense.model.state_dict())
+
+
+def test_an_edit_that_is_refused_leaves_the_place_in_the_plan() -> None:
+    sparse = SparseModel(nn.Linear(10, 10), 0.5)
+    optimizer = torch.optim.SGD(sparse.model.parameters(), 0.1)
+    cursor = Cursor(
+        sparse, [Phase(prune(sparse.whole, to=0.5), iterations=2), Phase(prune(sparse.whole, to=0.2), iterations=2)]
+    )
+    cursor.attach(optimizer)
+    for step in range(2):
+        sparse.model(torch.ones(1, 10)).sum().backward()
+        with pytest.raises(GrowpruneError, match=r"0\.2") if step == 1 else contextlib.nullcontext():
+            optimizer.step()
+    assert (cursor.position, cursor.start) == (0, 0)

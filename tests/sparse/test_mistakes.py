@@ -562,3 +562,16 @@ def test_building_sparse_notices_what_nothing_fills() -> None:
 def test_the_name_of_a_recipe_is_no_recipe(start: Any, tmp_path: Path) -> None:
     with pytest.raises(gp.GrowpruneError, match=r"recipe must be a growprune\.Recipe .*, got 'digits/tiny'"):
         start("digits/tiny", tmp_path / "run")
+
+
+@pytest.mark.parametrize("sparsity", ["0.9", None, True, 1.0, float("nan")])
+def test_a_sparsity_is_a_number(sparsity: Any) -> None:
+    with pytest.raises(ValueError, match="sparsity must be in"):
+        gp.SparseModel(mlp(), sparsity=sparsity)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    sparse, optimizer = pruned(), torch.optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"the optimizer has no parameter of the model"):
+        sparse.attach(optimizer)
+    assert not optimizer._optimizer_step_post_hooks

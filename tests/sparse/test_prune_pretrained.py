@@ -469,3 +469,27 @@ def test_an_error_of_the_model_is_passed_on_with_a_note_of_what_is_done(error: B
     assert torch.backends.mha.get_fastpath_enabled()
     model[1] = nn.Identity()
     model(inputs()).sum().backward()  # nothing watches any more
+
+
+def test_the_groups_of_a_convolution_are_pruned_like_convolutions_of_their_own() -> None:
+    torch.manual_seed(0)
+    whole, x = nn.Conv2d(8, 8, 3, groups=2, bias=False).double(), torch.randn(4, 8, 6, 6).double()
+    halves = [nn.Conv2d(4, 4, 3, bias=False).double() for _ in range(2)]
+    for half, weight in zip(halves, whole.weight.detach().chunk(2), strict=True):
+        half.weight.data = weight.clone()
+        gp.prune_pretrained(half, [x[:, :4] if half is halves[0] else x[:, 4:]], pattern="1:2")
+    gp.prune_pretrained(whole, [x], pattern="1:2")  # which ranks no two rows together
+    torch.testing.assert_close(whole.weight, torch.cat([half.weight for half in halves]))
+
+
+def test_both_heads_stay_dense() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classes, self.body, self.boxes = nn.Linear(8, 2), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"classes": self.classes(self.body(x)), "boxes": self.boxes(self.body(x))}
+
+    sparse = gp.prune_pretrained(TwoHeads(), [torch.randn(16, 8)], by="wanda")
+    assert [weight.name for weight in sparse.weights] == ["body.weight"]

@@ -537,3 +537,39 @@ def test_global_leaves_each_layer_three_percent_of_its_uniform_share(
     assert sparse.masks["1.weight"].flatten()[-3:].all() == bool(expected[1])
     sparse.prune(to=0.95)  # 50 and 50, so one is left to the second, and no second warning
     assert list(sparse.alive_by_weight().values()) == ([99, 1] if expected[1] else [100, 0])
+
+
+def test_the_memory_layout_does_not_matter() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(8, 8, 3)
+    last = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+    last.load_state_dict(model.state_dict())
+    for pattern in ("unstructured", "1x8", "2:4"):
+        ours, theirs = make(model, 0.9, pattern=pattern), make(last, 0.9, pattern=pattern)
+        ours.prune()
+        theirs.prune()
+        assert torch.equal(ours.masks["weight"], theirs.masks["weight"])
+
+
+def test_pruning_again_only_takes_from_the_living() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]], 0.75)
+    sparse.prune(to=0.5)
+    sparse.prune()
+    assert sparse.model.weight.tolist() == [[0, 0, 0, 0, 0, 0, 7, 8]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_pruning_a_diverged_weight_is_an_error_that_names_it(bad: float) -> None:
+    sparse = one_layer([[1.0, bad, 3.0, 4.0]])
+    with pytest.raises(ValueError, match="weight has NaN or infinity, so it cannot be pruned by rank"):
+        sparse.prune()
+    assert sparse.num_alive == 4
+
+
+def test_a_part_with_nothing_to_prune_is_passed_over() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    sparse = make(model, 0.5)
+    norm = Part("norm", ("1.weight", "1.bias", "1.running_mean"))
+    with pytest.warns(UserWarning, match="norm has nothing to grow"):
+        sparse.apply(prune(norm, to=0.5), grow(norm))
+    assert sparse.num_alive == 16

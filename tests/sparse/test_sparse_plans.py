@@ -313,3 +313,9 @@ def test_a_part_is_pruned_before_it_is_brought_unless_it_is_ranked_with_the_othe
     counts = [sum(values.numel() for values, mask in parts.values() if mask is not None) for parts in cursor.merged]
     assert counts == [returned] * 2
     assert sparse.num_alive == 4 * 40
+
+
+def test_a_state_with_other_weights_is_refused() -> None:
+    state = make().state_dict()
+    with pytest.raises(ValueError, match=r"masks and the model's prunable weights differ in \['head.weight'\]"):
+        make(keep_dense=["head"]).load_state_dict(state)

@@ -301,3 +301,22 @@ def test_what_is_pruned_and_grown_again_in_one_phase_starts_from_zero_state() ->
     assert pruned.sum() == 8
     assert (optimizer.state[model.weight]["momentum_buffer"][pruned] == 0).all()
     assert (optimizer.state[model.weight]["momentum_buffer"][~pruned] != 0).all()
+
+
+@every_optimizer
+def test_what_grows_has_zero_weight_and_zero_state_and_then_learns(name: str) -> None:
+    sparse = make(0.8)
+    optimizer = sparse.attach(OPTIMIZERS[name](sparse.model.parameters()))
+    sparse.prune()
+    data = batches()
+    for _ in range(3):
+        step(sparse.model, optimizer, next(data))
+    before = sparse.masks
+    sparse.grow()
+    for parameter_name, mask in before.items():
+        parameter = sparse.model.get_parameter(parameter_name)
+        states = [t for t in optimizer.state[parameter].values() if isinstance(t, Tensor) and t.shape == mask.shape]
+        assert all(not bool(bits(tensor)[~mask].any()) for tensor in (parameter, *states))
+        assert bool((parameter[mask] != 0).any())
+    step(sparse.model, optimizer, next(data))
+    assert int((sparse.model.head.weight[~before["head.weight"]] != 0).sum()) > 0

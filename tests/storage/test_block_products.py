@@ -435,3 +435,17 @@ def test_compiled_on_a_gpu_a_layer_computes_the_same(device: str) -> None:
     close_to(y.detach(), found[0])
     close_to(x.grad, found[1])
     close_to(layer._parameters["weight"].grad, found[2])  # type: ignore[union-attr]
+
+
+def test_gradients_over_live_blocks_are_right() -> None:
+    block_products.WAY = "sparse"
+    sparse = sparse_model()
+    layer = sparse.model.first
+    x = torch.randn(2, 96, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x, values, bias: layer(x),
+        (x, layer._parameters["weight"], layer.bias),
+        atol=1e-7,
+        rtol=1e-7,
+        fast_mode=True,
+    )

@@ -521,3 +521,17 @@ def test_a_copy_records_nothing() -> None:
         assert copied.stored["weight"].record is None
         sparse.stored["weight"].record = None
         sparse.model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_right_in_float64(name: str) -> None:
+    make, shape = LAYERS[name]
+    sparse = pair(make, torch.float64)[1]
+    values = dict(sparse.model.named_parameters())
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def forward(x: Tensor, *parameters: Tensor) -> Tensor:
+        return sparse.model(x)  # gradcheck changes the parameters in place
+
+    # along random directions, so exactly that one wrong entry of many shows
+    assert torch.autograd.gradcheck(forward, (x, *values.values()), atol=1e-7, rtol=1e-7, fast_mode=True)

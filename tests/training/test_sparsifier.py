@@ -476,3 +476,24 @@ def test_a_method_of_constant_sparsity_keeps_a_first_mask_by_data() -> None:
     sparsifier, _ = calibrated("wanda", "rigl")
     assert sparsifier.plan.options["initial_mask"] == "as_is"
     assert sparsifier.sparse.is_at_target
+
+
+@pytest.mark.parametrize("at", [0, 1, 13, 39])
+@pytest.mark.parametrize(("name", "storage"), [("gradual_gap", "compact"), ("rigl", "masked"), ("dpf", "masked")])
+def test_a_new_process_resumes_to_the_same_bits(name: str, storage: str, at: int) -> None:
+    whole, optimizer = begun(name, storage, adamw, lr_scaling=1)
+    for iteration in range(at):
+        train_step(whole.model, optimizer, iteration)
+    saved = frozen(whole.state_dict())
+    again, other = begun(name, storage, adamw, lr_scaling=1)
+    again.load_state_dict(thawed(saved)[0])
+    for iteration in range(at, TOTAL):
+        train_step(whole.model, optimizer, iteration)
+        train_step(again.model, other, iteration)
+    check_same_bits(state_of(whole, optimizer), state_of(again, other))
+
+
+def test_an_optimizer_of_dense_layers_alone_is_refused() -> None:
+    model = small_net()
+    with pytest.raises(gp.GrowpruneError, match=r"trains none of the weights to prune \(0\.weight, \.\.\.\)"):
+        sparsify(model, sgd(model[-1].parameters()), sparsity=0.9, iterations=20)

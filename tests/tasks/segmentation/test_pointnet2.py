@@ -168,3 +168,8 @@ def test_autocast_leaves_the_geometry_alone() -> None:
     assert (low.dtype, features.dtype, centres.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     assert torch.equal(centres, model.sa1(seen[..., :3].contiguous(), seen)[0])
     torch.testing.assert_close(low.float(), model(seen, categories), atol=0.05, rtol=0.05)
+
+
+def test_interpolation_at_a_known_point_gives_what_is_known() -> None:
+    known, features = random_clouds(2, 6), random_clouds(2, 6, seed=1, width=4)
+    torch.testing.assert_close(points.interpolate(known, known, features), features, atol=1e-4, rtol=0)

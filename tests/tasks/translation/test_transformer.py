@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from translation_cases import CPU, SMALL, seeded, tokens
 
@@ -120,3 +120,23 @@ def test_every_dropout_acts_in_training_only(rate: str) -> None:
     model.train()
     assert not torch.allclose(model(*pair), model(*pair))
     assert torch.allclose(seeded(SMALL).train()(*pair), seeded(SMALL)(*pair))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_is_that_of_torch(is_causal: bool) -> None:
+    attention, oracle = Attention(SMALL), nn.MultiheadAttention(8, 2, batch_first=True)
+    with torch.no_grad():
+        for layer in (attention.q, attention.k, attention.v, attention.out):
+            layer.bias.uniform_(-1, 1)
+        oracle.in_proj_weight.copy_(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight]))
+        oracle.in_proj_bias.copy_(torch.cat([attention.q.bias, attention.k.bias, attention.v.bias]))
+        oracle.out_proj.load_state_dict(attention.out.state_dict())
+    x, memory = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    if is_causal:
+        found = attention(x, *attention.keys_values(memory), is_causal=True)
+        expected, _ = oracle(x, memory, memory, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
+    else:
+        seen = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [True] + [False] * 4])
+        found = attention(x, *attention.keys_values(memory), mask=seen[:, None, None, :])
+        expected, _ = oracle(x, memory, memory, key_padding_mask=~seen)
+    torch.testing.assert_close(found, expected)
