@@ -104,7 +104,7 @@ class Cursor:
         self.num_steps_after = 0
         """The number of steps of the attached optimizer after the end of the plan."""
         if sparse.cursor is None or sparse.cursor.is_over:
-            sparse._waiting = weakref.ref(self)  # steps are refused until the plan has begun
+            sparse.wait_for(self)
 
     # Three ways to go through a plan
 
@@ -159,6 +159,11 @@ class Cursor:
     def clock(self) -> torch.optim.Optimizer | None:
         """The optimizer whose steps advance the plan: the one attached last."""
         return None if self._clock is None else self._clock()
+
+    @property
+    def is_clocked(self) -> bool:
+        """True if an optimizer advances the plan, or did so while it existed."""
+        return self._clock is not None
 
     def step(self) -> None:
         """Advance by a step that the clock has made."""
@@ -247,6 +252,7 @@ class Cursor:
         return self.current
 
     def end(self) -> None:
+        """Leave the last phase: no rule runs, and no gradients are watched, any more."""
         self.is_over = True
         self.sparse.rule = None
         self.sparse.watch(())

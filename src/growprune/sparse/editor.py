@@ -193,7 +193,8 @@ class Editor:
         self.lost = {}
         weights = self.weights_of(edit.part) if edit.action is Action.GROW else ()
         if edit.action is Action.GROW and not weights:
-            warn(f"{edit.part.name} has nothing to grow: all its weights are kept dense; pass keep_dense to Partition")
+            what = "all its weights are kept dense; pass the same keep_dense to Partition"
+            warn(f"{edit.part.name} has nothing to grow: {what}")
         for name in dict.fromkeys(weight.parameter for weight in weights):
             stored = self._stored[name]
             self.set_mask(name, torch.ones(stored.shape, dtype=torch.bool, device=stored.parameter.device))

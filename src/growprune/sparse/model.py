@@ -573,7 +573,7 @@ class SparseModel:
         if stepper_of(optimizer) in self.steppers:
             return
         self.attach(optimizer)
-        if self.cursor is not None and not self.cursor.is_over and self.cursor._clock is not None:
+        if self.cursor is not None and not self.cursor.is_over and self.cursor.is_clocked:
             warn(
                 f"a {type(optimizer).__name__} that growprune was not given trains the model. It keeps pruned weights "
                 f"at zero, but its steps do not advance the plan (iteration {self.cursor.iteration} of "
@@ -725,6 +725,10 @@ class SparseModel:
         self.target_sparsity, self.lr_scaling = sparsity, lr_scaling
 
     # Plans
+
+    def wait_for(self, cursor: Cursor) -> None:
+        """Refuse steps until the plan of a cursor has begun."""
+        self._waiting = weakref.ref(cursor)
 
     @property
     def waiting(self) -> Cursor | None:
