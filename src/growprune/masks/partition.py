@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Layers, few, first_names, layer_weights, matches, prunable_weights
@@ -22,19 +22,6 @@ from growprune.plan import Part
 from growprune.plan.settings import as_names, check_counts
 
 LISTS = {"Sequential", "ModuleList", "ModuleDict"}
-
-
-class Names(TypedDict, total=False):
-    """What may grow: the same values as for the SparseModel. Layers that stay dense do not form parts.
-
-    Included parameters count as layers, under the name of their module, or under their own name if the module has other
-    layers too.
-    """
-
-    keep_dense: Iterable[str]
-    include: Iterable[str]
-    layers: Layers | None
-    """What `layer_weights` returns, if it is known."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +58,32 @@ class Partition:
         """The largest part's share of the prunable weights. Parts of unknown size count as equal."""
         return max(self.sizes) / max(1, sum(self.sizes)) if self.sizes else 1 / max(1, len(self.parts))
 
-    def counted(self, model: Any, **names: Unpack[Names]) -> Partition:
-        """Return the same parts with the sizes that they have for this model and these names."""
-        sizes = _layers(model, **names)
+    def counted(
+        self, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
+    ) -> Partition:
+        """Return the same parts with the sizes that they have for this model, `keep_dense` and `include`."""
+        sizes = _layers(model, keep_dense, include, layers)
         return replace(self, sizes=self._numbered([part.tensors for part in self.parts], sizes).sizes)
 
     @classmethod
-    def of(cls, model: Any, prefixes: Iterable[Iterable[str]], **names: Unpack[Names]) -> Partition:
+    def of(
+        cls,
+        model: Any,
+        prefixes: Iterable[Iterable[str]],
+        *,
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
+        layers: Layers | None = None,
+    ) -> Partition:
         """Build a partition by hand from the names of each part's modules or tensors.
 
         A tensor belongs to its longest prefix. A tensor without a part is an error, and so is a prefix that matches no
         tensor.
         """
-        prefixes = [as_names(some, f"part {i}") for i, some in enumerate(prefixes)]
+        prefixes = [as_names(names, f"part {i}") for i, names in enumerate(prefixes)]
         owner_of: dict[str, int] = {}
-        for i, some in enumerate(prefixes):
-            for prefix in some:
+        for i, names in enumerate(prefixes):
+            for prefix in names:
                 if prefix in owner_of:
                     raise GrowpruneError(
                         f"prefix {prefix!r} is in part {owner_of[prefix]} and in part {i}: list it only once"
@@ -104,10 +101,18 @@ class Partition:
         for i, part in enumerate(tensors):
             if not part:
                 raise GrowpruneError(f"part {i} has no parameters or buffers: remove it, or add names to it")
-        return cls._numbered(tensors, _layers(model, **names))
+        return cls._numbered(tensors, _layers(model, keep_dense, include, layers))
 
     @classmethod
-    def contiguous(cls, model: Any, kappa: int, **names: Unpack[Names]) -> Partition:
+    def contiguous(
+        cls,
+        model: Any,
+        kappa: int,
+        *,
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
+        layers: Layers | None = None,
+    ) -> Partition:
         """Divide a model into kappa parts of neighboring layers of similar size, without splitting blocks.
 
         Residual and attention blocks stay together.
@@ -115,9 +120,12 @@ class Partition:
         Args:
             kappa: the number of parts, from 1 to the number of layers. Blocks are split only if kappa exceeds
                 their number.
-            names: `keep_dense` and `include`, the same values as for the SparseModel.
+            keep_dense, include: the same values as for the SparseModel. Layers that stay dense do not form parts.
+                Included parameters count as layers, under the name of their module, or under their own name if the
+                module has other layers too.
+            layers: what `layer_weights` returns, if it is known.
         """
-        sizes = _layers(model, **names)
+        sizes = _layers(model, keep_dense, include, layers)
         _check_kappa(kappa, len(sizes))
         units = _blocks(model, "", sizes, is_root=True)
         if kappa > len(units):
@@ -129,13 +137,21 @@ class Partition:
         return cls._numbered(_gather(model, owner, kappa), sizes)
 
     @classmethod
-    def balanced(cls, model: Any, kappa: int, **names: Unpack[Names]) -> Partition:
+    def balanced(
+        cls,
+        model: Any,
+        kappa: int,
+        *,
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
+        layers: Layers | None = None,
+    ) -> Partition:
         """Divide a model into kappa parts with about the same number of weights, from layers all over the model.
 
         Each layer, largest first, goes to the part with the fewest weights so far. A grown part then has weights
         everywhere in the model, and takes the memory of about 1 / kappa of the model.
         """
-        sizes = _layers(model, **names)
+        sizes = _layers(model, keep_dense, include, layers)
         _check_kappa(kappa, len(sizes))
         owner, loads = {}, [0] * kappa
         for path in sorted(sizes, key=lambda path: -sizes[path]):
@@ -144,11 +160,13 @@ class Partition:
         return cls._numbered(_gather(model, owner, kappa), sizes)
 
     @classmethod
-    def per_layer(cls, model: Any, **names: Unpack[Names]) -> Partition:
+    def per_layer(
+        cls, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
+    ) -> Partition:
         """Make every layer its own part, the finest partition."""
-        for name in {"keep_dense", "include"} & names.keys():  # which are read twice
-            names[name] = as_names(names[name], name)  # type: ignore[literal-required]
-        return cls.contiguous(model, max(1, len(_layers(model, **names))), **names)
+        keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+        kappa = max(1, len(_layers(model, keep_dense, include, layers)))
+        return cls.contiguous(model, kappa, keep_dense=keep_dense, include=include, layers=layers)
 
     @classmethod
     def _numbered(cls, tensors: Sequence[Sequence[str]], layers: Mapping[str, int]) -> Partition:
@@ -173,7 +191,7 @@ def blocks_of(model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[s
         >>> blocks_of(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 8), torch.nn.Linear(4, 2)))["1.weight"]
         '1'
     """
-    units = dict.fromkeys(_blocks(model, "", _layers(model, keep_dense=keep_dense, include=include), is_root=True))
+    units = dict.fromkeys(_blocks(model, "", _layers(model, keep_dense, include), is_root=True))
     weights = prunable_weights(model, keep_dense=keep_dense, include=include)
     return {w.parameter: _innermost(w.parameter, units) or w.parameter for w in weights}
 
@@ -203,10 +221,11 @@ def _tensor_names(model: Any) -> list[str]:
 
 
 def _layers(
-    model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = (), layers: Layers | None = None
+    model: Any, keep_dense: Iterable[str], include: Iterable[str], known: Layers | None = None
 ) -> dict[str, int]:
     """The number of weights of each layer that has some to grow, in the order of registration."""
-    known = layer_weights(model) if layers is None else layers
+    keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+    known = layer_weights(model) if known is None else known
     weights = [w for ws in known.values() for w in ws]
     if keep_dense or include:
         weights = list(prunable_weights(model, keep_dense=keep_dense, include=include, layers=known))
