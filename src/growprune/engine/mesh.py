@@ -190,7 +190,7 @@ class Mesh:
         """Check that all processes have the same masks, because every process prunes by itself."""
         if self.world > 1:
             bits = {f"mask of {name}": pack(mask).cpu().numpy().tobytes() for name, mask in sparse.masks.items()}
-            self.agree({name: packed.hex() for name, packed in bits.items()}, where)
+            self.agree({name: hashlib.sha256(packed).hexdigest() for name, packed in bits.items()}, where)
 
     def any(self, flag: bool, iteration: int) -> bool:
         """True if the flag is set on any replica of this group. On GPUs, checked only every ASK_EVERY iterations."""

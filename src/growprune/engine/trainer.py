@@ -175,7 +175,7 @@ class Training:
         if done + 1 < self.spans[scheduled.index].length or scheduled.index < len(self.spans) - 1:
             self._batches.prepare(scheduled.branch, iteration + 1)
         self._num_losses += 1
-        if self.device.type == "cpu" or self._num_losses % 100 == 0:
+        if self.device.type == "cpu" or self._num_losses % 20 == 0:
             self.check_finite(scheduled, done)
 
     def _add_gradients(self, batches: Iterator[Any]) -> Tensor:
