@@ -140,6 +140,7 @@ def test_folder_with_only_the_sparse_file_is_read(tmp_path: Path, read: Callable
     saved(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     read(tmp_path / "model")
+    assert weights_file(tmp_path / "model").name == "growprune.safetensors"
 
 
 def test_a_folder_that_is_not_ours_or_not_whole_is_refused_with_what_to_do(tmp_path: Path) -> None:

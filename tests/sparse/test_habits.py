@@ -701,7 +701,8 @@ def test_after_a_refused_sparsify_the_corrected_one_trains(name: str, storage: s
 @pytest.mark.parametrize("keep_dense", [["4"], ("4",)])
 def test_the_same_names_in_a_list_or_a_tuple_fit_a_model_that_was_built_sparse(keep_dense: Any) -> None:
     sparse = gp.sparse_init(net, sparsity=0.5, keep_dense=["4"], allocation="global")
-    gp.sparsify(sparse, adam(sparse.model), sparsity=0.8, iterations=20, keep_dense=keep_dense)
+    sparsifier = gp.sparsify(sparse, adam(sparse.model), sparsity=0.8, iterations=20, keep_dense=keep_dense)
+    assert "4.weight" not in sparsifier.sparse.masks
 
 
 def test_a_refused_state_leaves_the_rates() -> None:
