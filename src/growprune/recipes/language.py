@@ -1,6 +1,4 @@
-"""Language models (not in the paper): a small GPT on the bytes of Shakespeare, and one of 85 M weights on C source."""
-
-from dataclasses import replace
+"""Language models (not in the paper): a small GPT on the bytes of Shakespeare."""
 
 from growprune import methods
 from growprune.engine.recipe import LRSchedule, OptimizerConfig, Recipe
@@ -39,26 +37,6 @@ def shakespeare() -> Study:
     return Study(dense, cut(2, 2, 2), steps=3, rounds=1, epochs=4, finetune=18, pretrain=12, budget=30)
 
 
-def linux() -> Study:
-    """84.9 M prunable weights: GPT-2 small, on one pass over the C source of Linux (experiments/linux_text.py).
-
-    2,400 iterations of 64 pieces of 512 tokens are about 80 M tokens.
-    """
-    task = Language(
-        vocab_size=16_384, context=512, d_model=768, ffn=3072, heads=12, layers=12, dropout=0.0, batch_size=64
-    )
-    dense = replace(
-        shakespeare().dense,
-        task=task,
-        options={"epochs": 1},
-        optimizer=OptimizerConfig("adamw", lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1),
-        lr_schedule=LRSchedule("cosine", warmup_iterations=100),
-        evaluate_every=1,
-        candidates=False,
-    )
-    return Study(dense, cut(3, 3, 3, 3), steps=4, rounds=1, epochs=1, finetune=2, pretrain=1, budget=1)
-
-
 ROWS: dict[str, Row] = {
     "dense": "dense, not in the paper",
     "cyclic-80-uniform": "C-GaP 80 %, not in the paper",
@@ -67,4 +45,3 @@ ROWS: dict[str, Row] = {
 ROWS |= rows_of([Baseline("gmp", methods.gmp, "global", epochs=30)], table="", metric="bits_per_byte")
 
 RECIPES = recipes("language-shakespeare", shakespeare(), ROWS, like="{}, on tinyshakespeare")
-RECIPES |= recipes("language-linux", linux(), {"dense": ROWS["dense"]}, like="{}, on C source")
