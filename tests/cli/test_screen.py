@@ -161,7 +161,7 @@ def test_log_is_kept_with_the_run_and_goes_on_when_it_is_resumed(tmp_path: Path)
     shown("resume", str(tmp_path))
     assert (tmp_path / "metrics.csv").read_bytes() == whole
     done = CliRunner().invoke(app, [*arguments[:-4], "--log", "mlflow"])
-    assert "log must be one of csv, tensorboard, wandb, got 'mlflow'" in done.stderr
+    assert "log must be one of csv, tensorboard, got 'mlflow'" in done.stderr
 
 
 def test_doctor_tries_the_kernels_and_fails_if_they_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

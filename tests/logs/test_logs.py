@@ -144,5 +144,5 @@ def test_without_tensorboard_one_line_says_what_to_install_and_there_is_no_folde
 
 
 def test_a_log_that_there_is_not_is_refused() -> None:
-    with pytest.raises(GrowpruneError, match="log must be one of csv, tensorboard, wandb, got 'mlflow'"):
+    with pytest.raises(GrowpruneError, match="log must be one of csv, tensorboard, got 'mlflow'"):
         replace(cyclic(), log=("mlflow",))

@@ -33,7 +33,7 @@ Settings = Annotated[
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder or file with the task's data.")]
 Log = Annotated[
     list[str],
-    typer.Option("--log", metavar="KIND", help="Also log to csv, tensorboard or wandb. Repeatable."),
+    typer.Option("--log", metavar="KIND", help="Also log to csv or tensorboard. Repeatable."),
 ]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Run the Python file named in RUN, even if the run was started elsewhere.")

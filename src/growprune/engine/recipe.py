@@ -209,7 +209,7 @@ class Recipe:
     """Track which weights ever lived and how much the masks change, for the report. Needs three bits of CPU memory per
     weight. Does not change results."""
     log: tuple[str, ...] = ()
-    """Log formats: "csv", "tensorboard", "wandb" (growprune.logs). Does not change results."""
+    """Log formats: "csv", "tensorboard" (growprune.logs). Does not change results."""
     claim: str = ""
     """The expected result, and on which hardware."""
 

@@ -1,8 +1,7 @@
-"""Logs of a run for users: `metrics.csv`, TensorBoard and W&B.
+"""Logs of a run for users: `metrics.csv` and TensorBoard.
 
     metrics.csv     one row per epoch
     tensorboard/    the same as curves; branches of a fork are in branch-0, branch-1, ...
-    wandb/          the same for W&B; `wandb.json` has the id of the W&B run
 
 A killed run resumes from its newest checkpoint, and trains some epochs again. The logs have each epoch once, because
 they are made from the run's own log without the epochs that a kill undid (rows.py). So a log can also be added when a
@@ -22,11 +21,7 @@ from typing import Any, Protocol
 from growprune.errors import GrowpruneError
 from growprune.logs.rows import Row, StandingRows, read_events
 
-LOGS = {
-    "csv": "growprune.logs.csv_log",
-    "tensorboard": "growprune.logs.tensorboard_log",
-    "wandb": "growprune.logs.wandb_log",
-}
+LOGS = {"csv": "growprune.logs.csv_log", "tensorboard": "growprune.logs.tensorboard_log"}
 """The module with the Writer of each log format. Loaded on first use."""
 
 ENDS = ("finished", "interrupted", "failed")
