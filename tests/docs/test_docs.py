@@ -60,7 +60,7 @@ def test_a_list_that_follows_its_sentence_at_once_is_a_list_and_code_stays_as_it
         ("faq.md", "[b](api.md#x) [c](../LICENSE) [d](nothing.md)", "[b](api.md#x) [c](LICENSE) [d](nothing.md)"),
         ("results/laptop.md", "[b](../api.md) [c](../../LICENSE)", "[b](../api.md) [c](../LICENSE)"),
         ("experiments/README.md", "[b](../docs/api.md#x) [c](scale.md)", "[b](../api.md#x) [c](scale.md)"),
-        ("faq.md", "<!-- tabs -->\n**A**\n\nx\n\n**B**\n\ny\n<!-- end of tabs -->", '=== "A"\n\n    x\n\n=== "B"\n\n    y'),
+        ("faq.md", "<!-- tabs -->\n**A**\nx\n**B**\ny\n<!-- end of tabs -->", '=== "A"\n\n    x\n\n=== "B"\n\n    y'),
         ("api.md", "<!-- reference\n::: a\n-->", "::: a"),
     ],
 )
