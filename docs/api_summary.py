@@ -42,14 +42,14 @@ def row(path: str) -> str:
 
 
 def page() -> str:
-    """The page with its tables; each stands before the first `:::` line of its section."""
+    """The page with its tables; each stands before the `:::` lines of its section, which git hosts do not show."""
     text = re.sub(f"{BEGIN}.*?{END}\n", "", PAGE.read_text(encoding="utf-8"), flags=re.S)
     sections = re.split(r"^(?=## )", text, flags=re.M)
     for number, section in enumerate(sections):
         paths = re.findall(r"^::: (\S+)", section, re.M)
         if paths:
             table = "| name | |\n|---|---|\n" + "".join(map(row, paths))
-            sections[number] = section.replace("::: ", f"{BEGIN}{table}{END}\n::: ", 1)
+            sections[number] = section.replace("<!-- reference", f"{BEGIN}{table}{END}\n<!-- reference", 1)
     return "".join(sections)
 
 

@@ -3,7 +3,7 @@
     python experiments/scale.py    # prints the tables of the page
 
 Nothing here is measured. The formulas are the ones below; what they say about models that were measured on one card
-(docs/memory.md) stands beside the measurement in the first table.
+(blocks/training.json, blocks/sharded-large.json) stands beside the measurement in the first table.
 """
 
 from __future__ import annotations
@@ -131,23 +131,20 @@ def checked() -> Iterator[str]:
     """The formulas against what was measured on one H200."""
     yield "| | formula | measured | formula / measured |"
     yield "|---|---:|---:|---:|"
-    small, large = Model("1.6 B", 8, 4096), Model("80 B", 100, 8192)
+    small, large = Model("1.6 B", 8, 4096), Model("40 B", 50, 8192)
     dense, compact = Setting(), Setting(0.9, kappa=4)
+    one_of_fifty = Setting(0.9, kappa=50, tokens=1024, steps_in_backward=True)
     rows = [
         ("1.6 B dense, 8,192 tokens, GiB", memory_gib(small, dense), 25.12),
         ("1.6 B compact at 90 %, kappa = 4, GiB", memory_gib(small, compact), 8.83),
-        ("80 B compact, one of 100 blocks dense, 1,024 tokens, GiB", memory_gib(large, _eighty()), 110.5),
-        ("1.6 B dense, ms", 1000 * step_seconds(small, dense, NVLINK, batch=8192), 183.1),
-        ("1.6 B compact, ms", 1000 * step_seconds(small, compact, NVLINK, batch=8192), 162.2),
-        ("of which AdamW, compact, ms", 1000 * optimizer_seconds(small, compact), 4.3),
-        ("80 B compact, s", step_seconds(large, _eighty(), NVLINK, batch=1024), 1.19),
+        ("40 B compact, one of 50 blocks dense, 1,024 tokens, GiB", memory_gib(large, one_of_fifty), 64.8),
+        ("1.6 B dense, ms", 1000 * step_seconds(small, dense, NVLINK, batch=8192), 182.9),
+        ("1.6 B compact, ms", 1000 * step_seconds(small, compact, NVLINK, batch=8192), 161.6),
+        ("of which AdamW, compact, ms", 1000 * optimizer_seconds(small, compact), 4.41),
+        ("40 B compact, s", step_seconds(large, one_of_fifty, NVLINK, batch=1024), 0.738),
     ]
     for name, formula, measured in rows:
         yield f"| {name} | {formula:.4g} | {measured:g} | {formula / measured:.2f} |"
-
-
-def _eighty() -> Setting:
-    return Setting(0.9, kappa=100, tokens=1024, steps_in_backward=True)
 
 
 def memory_table() -> Iterator[str]:

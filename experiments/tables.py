@@ -25,6 +25,7 @@ from growprune.runs.table import notes_on_versions
 HERE = Path(__file__).parent
 RESULTS = HERE / "compare"
 DOCS = HERE.parent / "docs"
+OTHERS = DOCS / "results" / "others.md"
 
 # Tables inside of pages, between two lines that stay
 
@@ -133,8 +134,9 @@ class Study:
 
     @property
     def page(self) -> Path:
-        """Its data set's."""
-        return DOCS / "results" / f"{self.name.partition('-')[0]}.md"
+        """Its data set's, or the page that smaller studies share."""
+        own = DOCS / "results" / f"{self.name.partition('-')[0]}.md"
+        return own if own.exists() else OTHERS
 
     def compared(self) -> Comparison:
         return of_runs([RESULTS / name for name in (self.name, *self.beside)], self.allow)
@@ -297,8 +299,8 @@ METRICS = {
 PAGES = {
     "classification-cifar10": "cifar10.md",
     "translation-multi30k": "multi30k.md",
-    "segmentation-subset": "shapenet.md",
-    "detection-bccd": "bccd.md",
+    "segmentation-subset": "others.md",
+    "detection-bccd": "others.md",
 }
 SHOWN = ("recipe", "minus dense", "peak", "file, MB", "epochs")
 """Columns of docs/results/, beside the first metric."""
@@ -365,12 +367,14 @@ def files() -> dict[Path, str]:
     made = {RESULTS / name / "comparison.md": found.to_markdown() for name, found in compared.items()}
     made |= {HERE / study / "table.md": of_recipes(study) for study in METRICS}
     tables: dict[Path, dict[str, str]] = {DOCS / "results.md": {"summary": summary(compared)}}
+    first_row = "".join(summary(compared).splitlines(keepends=True)[:3])
+    tables[DOCS / "index.md"] = {"front": first_row}
     tables[HERE.parent / "README.md"] = {"summary": summary(compared), "tuned": tuned_alike(compared)}
     for study in STUDIES:
         tables.setdefault(study.page, {})[study.name] = study.short(compared[study.name])
     for name, page in PAGES.items():
         tables[DOCS / "results" / page][name] = of_recipes(name, ("recipe", METRICS[name][0], *SHOWN[1:]))
-    tables[DOCS / "results" / "shakespeare.md"]["choices"] = choices()
+    tables[OTHERS]["choices"] = choices()
     tuned = {"lr_scaling": rates("shakespeare-small", 3), "lr_scaling_sgd": rates("cifar10-small", 1)}
     tables[DOCS / "theory.md"] = {"controls": controls(compared), **tuned}
     return made | {page: filled(page, found) for page, found in tables.items()}

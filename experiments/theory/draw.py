@@ -1,4 +1,4 @@
-"""The charts of docs/theory.md, from the figures kept beside this file, as SVG and with nothing but Python.
+"""The charts of README.md beside this file, from the figures kept beside this file, as SVG and with nothing but Python.
 
 python experiments/theory/draw.py
 """

@@ -57,13 +57,18 @@ def test_a_list_that_follows_its_sentence_at_once_is_a_list_and_code_stays_as_it
 @pytest.mark.parametrize(
     ("page", "shown", "expected"),
     [
-        ("a.md", "[b](b.md) [c](../c.py) ![d](../d.svg)", "[b](b.md) `c.py` ![d](d.svg)"),
-        ("x/a.md", "[b](../b.md) [c](../../c.py) ![d](../../d.svg)", "[b](../b.md) `c.py` ![d](../d.svg)"),
+        ("faq.md", "[b](api.md#x) [c](../LICENSE) [d](nothing.md)", "[b](api.md#x) [c](LICENSE) [d](nothing.md)"),
+        ("results/laptop.md", "[b](../api.md) [c](../../LICENSE)", "[b](../api.md) [c](../LICENSE)"),
+        ("experiments/README.md", "[b](../docs/api.md#x) [c](scale.md)", "[b](../api.md#x) [c](scale.md)"),
+        ("faq.md", "<!-- tabs -->\n**A**\nx\n**B**\ny\n<!-- end of tabs -->", '=== "A"\n\n    x\n\n=== "B"\n\n    y'),
+        ("api.md", "<!-- reference\n::: a\n-->", "::: a"),
     ],
 )
-def test_links_out_of_the_docs_are_named_only_from_folders_too(page: str, shown: str, expected: str) -> None:
+def test_a_page_of_the_repository_becomes_a_page_of_the_site(page: str, shown: str, expected: str) -> None:
     hooks = runpy.run_path(str(DOCS / "hooks.py"))
-    assert hooks["on_page_markdown"](shown, page=SimpleNamespace(file=SimpleNamespace(src_uri=page))) == expected
+    given = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
+    assert hooks["on_page_markdown"](shown, page=given) == expected
+    assert ("search" in given.meta) == page.startswith("experiments")
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -116,7 +121,9 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_site_is_built_without_a_complaint(site: Path) -> None:
     page = (site / "api.html").read_text()
     assert "peak_density" in page
-    assert (site / "experiments" / "theory" / "explored.svg").exists()
+    for linked in ("experiments/theory/explored.svg", "experiments/index.html", "examples/own_loop.py"):
+        assert (site / linked).exists()
+    assert '"location":"experiments' not in (site / "search" / "search_index.json").read_text()
     for built in site.rglob("*.html"):
         assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="https?://', built.read_text()), built.name
 

@@ -22,7 +22,7 @@ def test_the_short_table_is_a_part_of_the_long_one(scale: dict[str, Any]) -> Non
     rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in scale["TABLES"]["memory"]()]
     short = ["| " + " | ".join([row[0], *row[2:5]]) + " |" for row in rows if row[1] == "64"]
     assert len(short) == 3
-    assert "\n".join(short) in (ROOT / "docs" / "sharding.md").read_text()
+    assert "\n".join(short) in (ROOT / "docs" / "distributed.md").read_text()
 
 
 def test_the_formulas_are_within_an_eighth_of_what_was_measured(scale: dict[str, Any]) -> None:

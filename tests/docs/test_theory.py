@@ -1,4 +1,4 @@
-"""The experiments of docs/theory.md, in the small, against what can be worked out by hand."""
+"""The experiments of docs/theory.md and experiments/theory, in the small, against what can be worked out by hand."""
 
 import json
 import math
@@ -250,7 +250,7 @@ def test_the_smallest_form_of_every_experiment_runs(
 
 
 def test_every_experiment_has_its_command_on_the_page_and_its_figures_in_the_repository() -> None:
-    page = (ROOT / "docs" / "theory.md").read_text()
+    page = (ROOT / "docs" / "theory.md").read_text() + (THEORY / "README.md").read_text()
     scripts = {path.stem for path in THEORY.glob("*.py")} - SHARED
     assert scripts == {name.split()[0] for name in SMALLEST}
     for name in scripts:
@@ -264,7 +264,7 @@ def test_the_charts_show_the_figures_that_are_kept() -> None:
     for name in ("explored", "mask_error", "proposition"):
         found = json.loads((THEORY / f"{name}.json").read_text())
         assert (THEORY / f"{name}.svg").read_text() == getattr(draw, name)(found), "run experiments/theory/draw.py"
-        assert f"../experiments/theory/{name}.svg" in (ROOT / "docs" / "theory.md").read_text()
+        assert f"]({name}.svg)" in (THEORY / "README.md").read_text()
 
 
 def test_the_table_of_initial_weights_is_that_of_its_figures() -> None:

@@ -162,7 +162,7 @@ def test_when_a_host_is_unplugged_mid_round_all_end_and_say_where(
 
 
 def test_a_model_sharded_over_three_hosts_is_trained_saved_and_resumed(hosts: Hosts, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "sharding.md").read_text()
+    page = (ROOT / "docs" / "distributed.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     (tmp_path / "train.py").write_text(code)
     for runs in (1, 2):

@@ -286,7 +286,7 @@ def test_a_checkpoint_that_is_refused_changes_nothing(what: str, tmp_path: Path)
 
 def page(mesh: DeviceMesh, folder: str) -> list[Any]:
     del mesh
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharding.md").read_text(), re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), re.S)
     os.chdir(folder)
     names: dict[str, Any] = {}
     begin = torch.distributed.init_process_group

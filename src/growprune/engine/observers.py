@@ -1,6 +1,6 @@
 """What looks on while a run is trained, and changes nothing: counters, explored weights, the best model, the log.
 
-docs/decisions.md, "Runs and comparisons", defines explored and churn, and says where live weights are counted. An
+docs/design.md, "Runs and comparisons", defines explored and churn, and says where live weights are counted. An
 iteration costs three forward passes (one forward, two for the gradients) per example, at the densities the layers have
 then. All branches of a fork count, wherever they are trained: each branch writes its counts to the run folder, and they
 are added up at the end of the fork. The figures of a branch cover everything before the fork and the branch itself.

@@ -198,7 +198,7 @@ class Training:
     def _backward(self, batch: Any, weight: Any) -> Tensor:
         """Return the weighted loss, summed over replicas, and add its gradients to those of the parameters."""
         if self.mesh.data_group is None:
-            # in this thread: in one of autograd's own a compact step took 44 ms instead of 32 (docs/memory.md)
+            # in this thread: a thread of autograd's own delays short steps (docs/memory.md)
             with torch.autograd.set_multithreading_enabled(False):
                 compute = self.loss if self.sparse.gradients.is_watching else self._compiled
                 mean: Tensor = compute(batch) * weight

@@ -153,7 +153,7 @@ class _BlockByBlock:
         self._done: list[str] = []
         """The names of the weights that are pruned already."""
         self._by_magnitude: list[str] = []
-        """Those of them that had no input."""
+        """The layers among them that had no input."""
         self._not_trained: list[str] = []
         """The blocks whose output could not be seen, so that they were not reconstructed."""
         self._dampened: dict[str, float] = {}

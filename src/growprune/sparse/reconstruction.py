@@ -20,7 +20,7 @@ from growprune.errors import GrowpruneError
 from growprune.sparse.calibration import LIMIT
 
 LEARNING_RATE = 1e-3
-"""Of Adam in the first step; it falls to zero along a line."""
+"""The learning rate of Adam in the first step; it falls linearly to zero."""
 BETAS = (0.9, 0.999)
 HALF = (torch.float16, torch.bfloat16)
 

@@ -362,7 +362,7 @@ def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 VERSION = 1
-"""Of the format of a state."""
+"""The version of the format of a state."""
 
 _PLACE: Names = {
     "version": int,
@@ -404,7 +404,7 @@ _MORE: Names = {
     "optimizers.*.param_groups": list,
     "optimizers.*.param_groups.*.params": list,
 }
-"""What only a whole state has, not one of `only_masks`."""
+"""Keys of a whole state that a state with `only_masks` lacks."""
 
 
 def check_contents(state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which columns a layer reads and writes: the shape of a convolution or a pool; a linear layer is the plainest one."""
+"""The columns that a layer reads and writes: the shape of a convolution, a pool or, plainest, a linear layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Geometry:
     """Zeros on either side. Of a pool, places that do not count."""
     dilation: Pair = (1, 1)
     ceil_mode: bool = False
-    """Of a pool: whether a window that overhangs the padding at the end counts as one."""
+    """True if a pool counts windows that overhang the padding at the end."""
 
     @classmethod
     def linear(cls, features: int, columns: int) -> Geometry:
@@ -43,7 +43,7 @@ class Geometry:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether each output column is made of the input column of its number, as in a linear layer."""
+        """True if each output column is made of the input column of its number, as in a linear layer."""
         return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
 
     @cached_property
@@ -61,7 +61,7 @@ class Geometry:
 
     @cached_property
     def columns(self) -> int:
-        """Of the output."""
+        """Number of output columns."""
         return self.batch * self.out_size[0] * self.out_size[1]
 
     def _length(self, size: int, axis: int) -> int:

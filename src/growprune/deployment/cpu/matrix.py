@@ -20,7 +20,7 @@ from growprune.masks.patterns import Block, Pattern, Unstructured, parse_pattern
 WORTHWHILE = 0.3
 """The sparsity below which a weight counts as dense: no kernel of ours is faster there."""
 BLOCKS = (Block(8, 1), Block(1, 8))
-"""What a mask of unknown pattern is searched for."""
+"""The patterns that a mask of unknown pattern is searched for."""
 
 
 @dataclass(frozen=True)

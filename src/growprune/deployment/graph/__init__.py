@@ -1,4 +1,4 @@
-"""From a module and an example to a program of steps, in four passes.
+"""Turn a module and an example into a program of steps, in four passes.
 
 trace.py       what the module does with the example, as a graph; constants and identities are folded
 fuse.py        layers with their BatchNorm, bias, residual and activation

@@ -24,7 +24,7 @@ class Fused(LayerSpec):
     axis: int = 1
     """The dimension of features, of input and output: 1 of images, the last elsewhere."""
     is_image: bool = False
-    """Whether its input is (batch, channels, height, width)."""
+    """True if its input is (batch, channels, height, width)."""
     before: list[fx.Node] = field(default_factory=list)
     """Changes of shape between the layer and its residual: every number stays. They are no longer in the graph."""
     after: list[fx.Node] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Fused(LayerSpec):
 
 
 def layer(x: Any, residual: Any) -> Any:
-    """What a fused layer is called in a graph; it is never run as such."""
+    """The name of a fused layer in a graph. It is never run as such."""
     raise NotImplementedError
 
 
@@ -212,7 +212,7 @@ def _fold_batch_norm(node: fx.Node, fused: Fused) -> bool:
 
 
 def _residual(node: fx.Node, own: fx.Node) -> fx.Node | None:
-    """What is added to a layer's output, if a node adds something of the same shape."""
+    """Find what is added to a layer's output, if a node adds something of the same shape."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
         return None
     first, second = node.args

@@ -1,4 +1,4 @@
-"""From a graph to steps: where each value lies, and what has to be done for it to come there.
+"""Turn a graph into steps: find where each value lies, and what has to be done for it to come there.
 
 Activations of layers are feature-major, and stay so across the operations of operations.py, which take them as they
 lie. Any other is torch's: it takes stored values as tensors with odd strides, and what it makes is copied to features
@@ -31,7 +31,7 @@ from growprune.deployment.graph.program import CopyStep, LayerStep, Lowered, Ste
 from growprune.deployment.graph.trace import VIEWS, NotTraceable, Traced, aten, constant, is_constant
 
 SAFE: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""What stands in for operations that want strides as the tracer saw them."""
+"""Replacements of operations that want strides as the tracer saw them."""
 
 
 class Lowering:
@@ -61,7 +61,7 @@ class Lowering:
         return self._in_torch(node)
 
     def value(self, argument: Any) -> Value:
-        """What an argument of a node is here."""
+        """Return the value of an argument of a node."""
         if not isinstance(argument, fx.Node):
             return argument
         return constant(argument) if is_constant(argument) else self.values[argument]
@@ -159,7 +159,7 @@ class Lowering:
 
 
 def largest(node: fx.Node) -> int:
-    """How many numbers the largest tensor has that an operation reads or makes; none if it only looks at them."""
+    """The size of the largest tensor that an operation reads or makes; 0 if it only views them."""
     if node.target in VIEWS:
         return 0
     tensors = pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])

@@ -1,4 +1,4 @@
-"""Where the numbers of a tensor lie, described so finely that changes of shape need no copy; and views of them.
+"""Places of the numbers of a tensor, described so finely that changes of shape need no copy; and views of them.
 
 A dimension is a product of *atoms*, (size, stride) from the outermost to the innermost. Splitting heads off features
 and merging them with the batch, as attention does, only regroups atoms; a tensor of torch, which has one stride for
@@ -63,7 +63,7 @@ class Strides:
         return tuple(_merged(atoms) for atoms in self.dimensions)
 
     def reshape(self, shape: Sequence[int]) -> Strides | None:
-        """As another shape; None where an atom would have to be cut unevenly."""
+        """Return the place in another shape; None if an atom would have to be cut unevenly."""
         atoms = [atom for dimension in self.dimensions for atom in dimension]
         found: list[Dimension] = []
         for size in shape:
@@ -114,7 +114,7 @@ def _atoms(pair: Atom) -> Dimension:
 
 
 def _merged(atoms: Dimension) -> Dimension:
-    """With neighbours that are one in memory made one."""
+    """Join neighbours that are one in memory."""
     found: list[Atom] = []
     for size, stride in atoms:
         if found and found[-1][1] == size * stride:
@@ -141,7 +141,7 @@ def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Strides | 
 
 
 def with_features(place: Strides, axis: int, rows: int) -> Strides:
-    """Where the output of a layer lies whose input lies at `place`: the same columns, other rows, no gaps."""
+    """Return the place of a layer's output, if its input lies at `place`: the same columns, other rows, no gaps."""
     others = math.prod(size for i, size in enumerate(place.shape) if i != axis)
     dimensions = list(place.dimensions)
     dimensions[axis] = _atoms((rows, others))
@@ -243,7 +243,7 @@ def _place(place: Strides, node: fx.Node) -> Strides | None:
 
 
 def _places(place: Strides, node: fx.Node) -> list[Strides] | None:
-    """Of an operation that cuts a tensor into several."""
+    """Return the places of the results of an operation that cuts a tensor into several."""
     if node.target is aten.unbind.int:
         return None
     axis = int(node.args[2]) if len(node.args) > 2 else int(node.kwargs.get("dim", 0))  # type: ignore[arg-type]

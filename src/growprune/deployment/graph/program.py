@@ -19,7 +19,7 @@ from growprune.deployment.graph.fuse import Fused
 from growprune.deployment.graph.places import InSlot, Stored, Value
 
 LITTLE = 1 << 19
-"""How many numbers torch may compute with in a program that has its threads for itself."""
+"""The most numbers that torch may compute with in a program that has its threads for itself."""
 ALIGNMENT = 16
 """Floats: buffers begin where cache lines do."""
 
@@ -43,7 +43,7 @@ class Memory:
         return self.slots[value.slot] if isinstance(value, InSlot) else value
 
     def owns(self, result: Any) -> bool:
-        """Whether a tensor, or one of several, is a view of the arena."""
+        """True if a tensor, or one of several, is a view of the arena."""
         start = self.arena.untyped_storage().data_ptr()
         return any(
             isinstance(x, Tensor) and x.untyped_storage().data_ptr() == start for x in pytree.tree_leaves(result)
@@ -59,7 +59,7 @@ class LayerStep:
     out: Stored
     residual: Stored | None
     layer: Layer | None = None
-    """What runs it, when that is chosen."""
+    """The layer that runs it, once chosen."""
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         assert self.layer is not None
@@ -100,7 +100,7 @@ class TorchStep:
     slot: int | None
     out: Stored | None = None
     size: int = 0
-    """How many numbers the largest of its tensors has."""
+    """The size of the largest of its tensors."""
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         function, slots, slot = self.function, memory.slots, self.slot
@@ -145,7 +145,7 @@ class CallStep:
     outputs: list[Stored]
     in_slots: list[InSlot] = field(default_factory=list)
     is_ours: bool = False
-    """Whether it runs on our kernels."""
+    """True if it runs on our kernels."""
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         call = self.make(*(memory.tensor(value) for value in (*self.inputs, *self.outputs)))
@@ -163,7 +163,7 @@ class Lowered:
 
     steps: list[Step] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """Of the buffers, in floats."""
+    """The sizes of the buffers, in floats."""
     num_slots: int = 0
     inputs: list[int] = field(default_factory=list)
     """The slots of the leaves of the input."""
@@ -177,7 +177,7 @@ class Lowered:
 
 
 class Program:
-    """What a module does with inputs of one shape. One call at a time: its memory is its own."""
+    """The steps of a module for inputs of one shape. One call at a time: its memory is its own."""
 
     def __init__(self, lowered: Lowered, out_spec: pytree.TreeSpec) -> None:
         spans = lifetimes(lowered.steps, len(lowered.sizes), lowered.outputs)
@@ -187,7 +187,7 @@ class Program:
         self._inputs, self._out_spec = lowered.inputs, out_spec
         self._outputs = [_output(value, self._memory) for value in lowered.outputs]
         self._alone: Library | None = library() if is_ours(lowered.steps) else None
-        """Where steps share threads of our own, which wait for nobody that is not running; see native/threads.h."""
+        """The library, if the steps share threads of our own (see native/threads.h); None if they use torch's."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         slots, threads = self._memory.slots, None
@@ -207,7 +207,7 @@ class Program:
 
 
 def is_ours(steps: Sequence[Step]) -> bool:
-    """Whether torch computes so little that it does without threads."""
+    """True if torch computes so little that it needs no threads."""
     in_torch = 0
     for step in steps:
         if isinstance(step, TorchStep):
@@ -230,7 +230,7 @@ def _output(value: Any, memory: Memory) -> Callable[[], Any]:
 
 
 def lifetimes(steps: Sequence[Step], num_buffers: int, kept: Sequence[object]) -> list[tuple[int, int]]:
-    """By buffer, the first and the last step that touches it. What is `kept` is read after the last step."""
+    """Return the first and the last step that touches each buffer. What is `kept` is read after the last step."""
     first, last = [len(steps)] * num_buffers, [-1] * num_buffers
     for i, step in enumerate(steps):
         for value in pytree.tree_leaves(vars(step)):
@@ -243,7 +243,7 @@ def lifetimes(steps: Sequence[Step], num_buffers: int, kept: Sequence[object]) -
 
 
 def assign(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Where each buffer begins, and how long the arena is. The largest take their places first.
+    """Return where each buffer begins, and how long the arena is. The largest take their places first.
 
     >>> assign([16, 32, 16], [(0, 1), (1, 2), (2, 3)])
     ([32, 0, 32], 48)

@@ -1,4 +1,4 @@
-"""From a module and an example to a graph of torch's operations, with the shapes that the example gives them.
+"""Turn a module and an example into a graph of torch's operations, with the shapes that the example gives them.
 
 `torch.export` follows what a model does with an example, through whatever Python it is written in, and knows the shape
 of everything. Where it cannot, the model is deployed part by part. What does not depend on the input is marked as
@@ -97,7 +97,7 @@ def trace(module: nn.Module, example: Example) -> Traced:
 
 
 def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None:
-    """Let operations that write to their first argument make a new tensor, which later ones then read."""
+    """Replace operations that write to their first argument by ones that return a new tensor."""
     positions = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
@@ -115,7 +115,7 @@ def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether its result is, or may be, memory that it was given."""
+    """True if its result is, or may be, memory that it was given."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     return node.target in VIEWS or any(one.alias_info is not None for one in returned)
 
@@ -135,7 +135,7 @@ def pair(values: Any) -> tuple[int, int]:
 
 
 def are_float(*nodes: fx.Node) -> bool:
-    """Whether all are tensors of float32 on the CPU."""
+    """True if all are float32 tensors on the CPU."""
     values = [node.meta.get("val") for node in nodes]
     return all(isinstance(v, Tensor) and v.dtype == torch.float32 and v.device.type == "cpu" for v in values)
 
@@ -151,7 +151,7 @@ class Constant:
     name: str | None = None
     """The parameter that it is, as it is."""
     is_sparse: bool = False
-    """Whether it is a sparse weight, or made of some."""
+    """True if it is a sparse weight, or made of some."""
 
 
 def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
