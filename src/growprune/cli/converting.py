@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +11,6 @@ from growprune.cli.app import AsJson, one_line_errors
 from growprune.cli.deploying import ExampleShape, ModelSource, build_model, example_of
 from growprune.cli.screen import new_table, out, print_json, remark, say, size
 from growprune.errors import GrowpruneError
-
-if TYPE_CHECKING:
-    from growprune.files.convert import Converted
 
 
 @one_line_errors
@@ -44,18 +41,14 @@ def convert(
     built, example = build_model(model) if model else (None, None)
     example = example_of(example_shape) if example_shape else example
     done = convert(source, dest, to=to or None, model=built, example=example, sparse=sparse, force=force)
-    if not as_json:
-        _show(done)
+    if as_json:
+        content = {
+            "source": {"path": str(done.source), "format": done.format, "bytes": done.source_bytes},
+            "dest": {"path": str(done.dest), "format": done.to, "bytes": done.dest_bytes},
+        }
+        names = ("dense_bytes", "sparsity", "matrices", "notes")
+        print_json(content | {name: getattr(done, name) for name in names})
         return
-    content = {
-        "source": {"path": str(done.source), "format": done.format, "bytes": done.source_bytes},
-        "dest": {"path": str(done.dest), "format": done.to, "bytes": done.dest_bytes},
-    }
-    names = ("dense_bytes", "sparsity", "matrices", "notes")
-    print_json(content | {name: getattr(done, name) for name in names})
-
-
-def _show(done: Converted) -> None:
     sizes = new_table("", "file", "format", "size", "of dense", text="file")
     rows = (("from", done.source, done.format, done.source_bytes), ("to", done.dest, done.to, done.dest_bytes))
     for word, path, format, num_bytes in rows:

@@ -194,7 +194,9 @@ def read_batches(batches: Iterable[Any] | None) -> list[Any]:
     kept, size = [], 0
     for batch in batches:
         kept.append(batch)
-        size += sum(leaf.nbytes for leaf in _tensors(batch))
+        # a mapping of another library, such as that of transformers' tokenizers, is a leaf to torch
+        leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+        size += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         if size > LIMIT:
             raise GrowpruneError(
                 f"calibration has more than {LIMIT >> 30} GiB in {len(kept)} batches, which are kept in memory. A few "
@@ -338,9 +340,3 @@ def looking_only(model: nn.Module) -> Iterator[None]:
 def _fits(weight: Weight, source: Source) -> bool:
     """True if an input has as many columns as the weight. A product with only some of them is not informative."""
     return source.columns == matrix_shape(weight)[1]
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    # a mapping of another library, such as that of transformers' tokenizers, is a leaf to torch
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

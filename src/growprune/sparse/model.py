@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +46,7 @@ from growprune.sparse.stepper import (
     Stepper,
     check_optimizer,
     check_rates,
+    first_to_differ,
     is_replicated,
     stepper_of,
     unwrapped,
@@ -790,14 +790,8 @@ class SparseModel:
 
     def _compare_masks(self) -> None:
         """Raise, in all processes, unless all have the same masks."""
-        digest = hashlib.sha256()
-        for mask in self.packed_masks().values():
-            digest.update(mask.cpu().numpy().tobytes())
-        mine = int.from_bytes(digest.digest()[:7], "little")
-        device = next((stored.parameter.device for stored in self.stored.values()), None)
-        extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
-        distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
-        if extremes.sum().item():  # the largest digest minus the smallest
+        device = next(iter(self.stored.values())).parameter.device
+        if first_to_differ([mask.cpu().numpy().tobytes() for mask in self.packed_masks().values()], device):
             raise GrowpruneError(
                 f"the {distributed.get_world_size()} processes have different masks (at edit {self.editor.num_edits}): "
                 f"start them with the same weights and the same seed, and average gradients in every step"

@@ -38,7 +38,7 @@ from growprune.storage.compact_layers import (
 )
 from growprune.storage.kernels import Layout
 from growprune.storage.masked import hookable
-from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
+from growprune.storage.parameter import SparseParameter, uncompiled
 
 
 class Compact(SparseParameter):
@@ -84,13 +84,6 @@ class Compact(SparseParameter):
     def _layout(self) -> Layout | None:
         """The layout; None while all weights are live. It belongs to the module, so that copies include it."""
         return layouts_of(self.module)[self._local]
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters.get(self._local)
-        if parameter is None:
-            raise no_parameter(self.module, self._local)
-        return parameter
 
     @property
     def is_known_full(self) -> bool:
