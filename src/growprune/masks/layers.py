@@ -268,6 +268,8 @@ def layer_weights(model: Any) -> dict[str, list[Weight]]:
     found: list[tuple[str, Any, Sequence[Weight]]] = []
     seen = adapter_parameters(model)
     for path, module in model.named_modules():
+        if not module._parameters:
+            continue
         weights = own_weights(module)
         names = {weight.parameter for weight in weights}
         # what also belongs to a module that is no layer stays dense, as a tied embedding does
@@ -300,7 +302,7 @@ def prunable_weights(
     weights = [w for ws in (layer_weights(model) if layers is None else layers).values() for w in ws]
     weights += _included(model, include, {w.parameter for w in weights})
     first = first_names(model)
-    names = [*first, *(w.name for w in weights), *computed_weights(model)]
+    names = [*first, *[w.name for w in weights], *computed_weights(model)]
     dense = {first.get(name, name) for _, found in _match_all(keep_dense, names, "keep_dense") for name in found}
     kept = tuple([w for w in weights if w.name not in dense and w.parameter not in dense])
     if not kept:

@@ -973,9 +973,12 @@ class _LoadCheck:
 
 def _state_like(parameter: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """Return the state of a parameter that has its shape; not codes of quantized state, whose 0 need not be a zero."""
-    states = (optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state)
-    tensors = (entry for state in states for entry in state.values() if isinstance(entry, Tensor))
-    return [entry for entry in tensors if entry.shape == parameter.shape and entry.is_floating_point()]
+    return [
+        entry
+        for optimizer in optimizers
+        for entry in optimizer.state.get(parameter, {}).values()
+        if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.is_floating_point()
+    ]
 
 
 def _converted(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
 from growprune.masks.patterns import CPU_CHUNK, Pattern, in_one_go
 from growprune.storage import kernels
-from growprune.storage.parameter import SparseParameter, uncompiled
+from growprune.storage.parameter import SparseParameter, no_parameter, uncompiled
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
@@ -63,9 +63,17 @@ class Masked(SparseParameter):
         return clone
 
     @staticmethod
-    def check(model: nn.Module, name: str) -> None:
-        if model.get_parameter(name).is_complex():
-            raise GrowpruneError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
+    def check(model: nn.Module, names: Collection[str]) -> None:
+        for name in names:
+            if model.get_parameter(name).is_complex():
+                raise GrowpruneError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters.get(self._local)
+        if parameter is None:
+            raise no_parameter(self.module, self._local)
+        return parameter
 
     @property
     def is_known_full(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,19 +38,12 @@ class SparseParameter(Protocol):
         self.shape = self.parameter.shape
 
     @staticmethod
-    def check(model: nn.Module, name: str) -> None:
-        """Raise if a parameter of a model cannot be stored this way."""
+    def check(model: nn.Module, names: Collection[str]) -> None:
+        """Raise if one of these parameters of a model cannot be stored this way."""
 
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter that the optimizer trains."""
-        parameter = self.module._parameters.get(self._local)
-        if parameter is None:
-            raise GrowpruneError(
-                f"a {type(self.module).__name__} of the sparse model has no parameter {self._local} any more, as after "
-                f"weight_norm or another parametrization: create the SparseModel after those, or remove them"
-            )
-        return parameter
 
     @property
     def is_first_gradient(self) -> bool:
@@ -122,6 +115,14 @@ class SparseParameter(Protocol):
     def mask_gradient(self, *, again: bool = False) -> None:
         """Mask the present gradient; if it is known to be masked, only if `again` is set."""
         return
+
+
+def no_parameter(module: nn.Module, local: str) -> GrowpruneError:
+    """Return the error for a parameter that was replaced by a computed tensor."""
+    return GrowpruneError(
+        f"a {type(module).__name__} of the sparse model has no parameter {local} any more, as after weight_norm or "
+        f"another parametrization: create the SparseModel after those, or remove them"
+    )
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
