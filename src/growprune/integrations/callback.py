@@ -216,30 +216,24 @@ class Figures:
 
     def read(self) -> dict[str, float]:
         """Return sparsity, live weights, phase, and churn: the share of live weights that the last reading had dead."""
-        sparse = self._cursor.sparse
+        sparse, born = self._cursor.sparse, 0
+        if sparse.num_mask_changes != self._num_changes:
+            before, self._masks, self._num_changes = self._masks, sparse.packed_masks(), sparse.num_mask_changes
+            for name, mask in self._masks.items():
+                born += count_bits((mask & ~before[name].to(mask.device)).cpu())
         alive = sparse.alive_by_weight()
         total = sum(alive.values())
         figures: dict[str, float] = {
             "sparsity": 1 - total / sparse.num_prunable,
             "live_weights": total,
             "phase": self._cursor.position,
-            "churn": self._born() / max(1, total),
+            "churn": born / max(1, total),
         }
         if self._by_weight:
             figures |= {f"density/{weight.name}": alive[weight.name] / weight.numel for weight in sparse.weights}
         rule = self._cursor.rule
         self.last = figures if rule is None else figures | rule.figures()
         return self.last
-
-    def _born(self) -> int:
-        """Return the number of live weights that were dead at the last reading."""
-        sparse = self._cursor.sparse
-        if sparse.num_mask_changes == self._num_changes:
-            return 0
-        before, self._masks = self._masks, sparse.packed_masks()
-        self._num_changes = sparse.num_mask_changes
-        born = (mask & ~before[name].to(mask.device) for name, mask in self._masks.items())
-        return sum(count_bits(bits.cpu()) for bits in born)
 
 
 class Copies:

@@ -112,7 +112,8 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         if self._sparsifier is None:
             lengths = {"iterations": state.max_steps, "iterations_per_epoch": per_epoch}
             self._sparsifier = self._make(trainer, model, optimizer, loader=loader, **lengths)
-        is_restarting = not self.cursor.is_over and has_restarts(self.cursor)
+        restarts = any(scheduled.phase.restart for scheduled in self.cursor.schedule)
+        is_restarting = restarts and not self.cursor.is_over
         with self._plain_if_refused():
             self._check_place(state.max_steps, state.global_step, functools.partial(remedy, args, per_epoch))
             if is_restarting and not (type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler):
@@ -296,10 +297,6 @@ def remedy(args: Any, per_epoch: int | None, steps: int) -> str:
 
 
 # Learning rates: each phase that restarts has the whole schedule
-
-
-def has_restarts(cursor: Cursor) -> bool:
-    return any(scheduled.phase.restart for scheduled in cursor.schedule)
 
 
 def restart_rates(args: Any, scheduler: Any, cursor: Cursor) -> None:

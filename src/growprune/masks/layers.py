@@ -184,7 +184,19 @@ def registered(module: Any, shapes: Shapes) -> Sequence[Weight]:
     weights: list[Weight] = []
     for name, axes in REGISTERED[kind].items() if kind is not None else ():
         if name in shapes:
-            weights += _matrices(module, name, shapes[name], axes)
+            words, shape = axes.split(), shapes[name]
+            num_axes = len(words) - (words[-1] == "...")
+            if len(shape) < num_axes or (len(shape) > num_axes and words[-1] != "..."):
+                raise GrowpruneError(
+                    f"{type(module).__name__} was registered with {name}={axes!r}, but {name} has shape {shape}: name "
+                    f"all of its axes"
+                )
+            transposed = words.index("in") < words.index("out")
+            if words[0] == "stack":
+                stack = range(shape[0])
+                weights += [Weight(f"{name}[{i}]", name, shape[1:], (i, i + 1), transposed) for i in stack]
+            else:
+                weights.append(Weight(name, name, shape, transposed=transposed))
         elif vars(module).get("_parameters", {}).get(name, module) is not None:  # None is a weight that is switched off
             has = ", ".join(name for name, _ in module.named_parameters(recurse=False)) or "none"
             raise GrowpruneError(
@@ -192,20 +204,6 @@ def registered(module: Any, shapes: Shapes) -> Sequence[Weight]:
                 f"more dimensions; its parameters: {has}"
             )
     return weights
-
-
-def _matrices(module: Any, name: str, shape: tuple[int, ...], axes: str) -> list[Weight]:
-    words = axes.split()
-    num_axes = len(words) - (words[-1] == "...")
-    if len(shape) < num_axes or (len(shape) > num_axes and words[-1] != "..."):
-        raise GrowpruneError(
-            f"{type(module).__name__} was registered with {name}={axes!r}, but {name} has shape {shape}: name all of "
-            f"its axes"
-        )
-    transposed = words.index("in") < words.index("out")
-    if words[0] != "stack":
-        return [Weight(name, name, shape, transposed=transposed)]
-    return [Weight(f"{name}[{i}]", name, shape[1:], (i, i + 1), transposed) for i in range(shape[0])]
 
 
 LAYERS: dict[str, Layer] = {

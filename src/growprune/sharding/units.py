@@ -253,21 +253,17 @@ class ShardedCompact(Compact):
     def _listen(self) -> None:
         if self._layout is not None:
             self._layout.recorder = weakref.ref(self)
-        elif self.handle.gathered is not None:
-            self._hook(self.handle.gathered)
+        elif (gathered := self.handle.gathered) is not None:
+            if self._hooked is None or self._hooked() is not gathered:  # of each backward pass, before it is added up
+                me = weakref.ref(self)
+                gathered.register_hook(lambda gradient: hand_over(me(), gradient))  # type: ignore[no-untyped-call]
+                self._hooked = weakref.ref(gathered)
         else:  # there will be one when the unit is gathered for the first time
-            me = weakref.ref(self)
+            later = weakref.ref(self)
 
             def hook_now(*_: Any) -> None:
                 handle.remove()
-                if (own := me()) is not None and own._record is not None:
+                if (own := later()) is not None and own._record is not None:
                     own._listen()
 
             handle = self.handle.unit.register_forward_pre_hook(hook_now)
-
-    def _hook(self, gathered: nn.Parameter) -> None:
-        """Record the gradient of each backward pass before it is accumulated."""
-        if self._hooked is None or self._hooked() is not gathered:
-            me = weakref.ref(self)
-            gathered.register_hook(lambda gradient: hand_over(me(), gradient))  # type: ignore[no-untyped-call]
-            self._hooked = weakref.ref(gathered)
