@@ -599,7 +599,13 @@ class SparseModel:
         self._check_wrapped_again()
         changes = self.editor.num_edits, 0 if self.rule is None else self.rule.num_rewirings
         if self._is_replicated and self._compared != changes:
-            self._compare_masks()
+            masks = [mask.cpu().numpy().tobytes() for mask in self.packed_masks().values()]
+            if first_to_differ(masks, next(iter(self.stored.values())).parameter.device):
+                raise GrowpruneError(
+                    f"the {distributed.get_world_size()} processes have different masks (at edit "
+                    f"{self.editor.num_edits}): start them with the same weights and the same seed, and average "
+                    f"gradients in every step"
+                )
             self._compared = changes
         has_stepped, self._has_stepped = self._has_stepped, True
         if has_stepped or self.editor.num_edits or self.storage != "masked" or self.rule is not None:
@@ -787,15 +793,6 @@ class SparseModel:
         if is_replicated() and self.ranks is None:  # those of a sharded model are summed already
             self.add_up_gradients(summed)
             self._is_replicated = True
-
-    def _compare_masks(self) -> None:
-        """Raise, in all processes, unless all have the same masks."""
-        device = next(iter(self.stored.values())).parameter.device
-        if first_to_differ([mask.cpu().numpy().tobytes() for mask in self.packed_masks().values()], device):
-            raise GrowpruneError(
-                f"the {distributed.get_world_size()} processes have different masks (at edit {self.editor.num_edits}): "
-                f"start them with the same weights and the same seed, and average gradients in every step"
-            )
 
     # Copies
 
