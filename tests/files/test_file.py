@@ -18,7 +18,7 @@ from torch import nn
 from growprune.files import sparse_file as file
 from growprune.plan import By
 from growprune.sparse.model import SparseModel
-from growprune.sparse.summary import num_bytes, targets
+from growprune.sparse.summary import summarise, targets
 
 # Round trips
 
@@ -98,7 +98,7 @@ def test_a_file_does_not_show_how_the_model_was_held(pattern: str, tmp_path: Pat
     file.save(compact, tmp_path / "compact")
     assert (tmp_path / "compact").read_bytes() == (tmp_path / "masked").read_bytes()
     assert_same(compact, file.load(tmp_path / "compact", Zoo()))
-    assert num_bytes(compact) == num_bytes(masked)
+    assert summarise(compact) == summarise(masked)
 
 
 @pytest.mark.gpu
@@ -287,6 +287,6 @@ def test_the_bytes_of_a_model_are_those_its_file_takes_behind_the_header(tmp_pat
     file.save(sparse, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     dense = sum(tensor.nbytes for tensor in sparse.model.state_dict().values())
-    assert num_bytes(sparse)[1] == len(content) - 8 - int.from_bytes(content[:8], "little")
+    assert summarise(sparse).bytes_sparse == len(content) - 8 - int.from_bytes(content[:8], "little")
     shared = sum(sparse.model.state_dict()[name].nbytes for name in ("same.weight", "same.bias", "tied.weight"))
-    assert num_bytes(sparse)[0] == dense - shared
+    assert summarise(sparse).bytes_dense == dense - shared

@@ -47,7 +47,6 @@ class ForkCursor(Place):
 
     def _enter_next(self, start: int | None = None) -> ScheduledPhase | None:
         if self.current is not None:
-            self._on_leave(self.current)
             if self.current.returns is not None:
                 self.returned |= returned_by(self.current, self.schedule, self.sparse)
             self._merge_after(self.current)
@@ -57,7 +56,7 @@ class ForkCursor(Place):
             self._is_fresh = True
             self.sparse.restore(self.base)
         self._is_fresh |= self.position >= 0 and self.schedule[self.position].branch is not None
-        return self._enter_following(start)
+        return super()._enter_next(start)
 
     def _merge_after(self, scheduled: ScheduledPhase) -> None:
         if scheduled.is_last_branch and self.base is not None:

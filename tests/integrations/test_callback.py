@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from growprune import Cursor, Partition, SparseModel, methods
-from growprune.integrations.callback import Copies, Figures
+from growprune import Cursor, Partition, SparseModel, methods, sparsify
+from growprune.integrations.callback import Figures, SparseCallback
 
 
 def test_churn_is_the_share_of_the_live_weights_that_were_dead() -> None:
@@ -25,12 +25,13 @@ def test_churn_is_the_share_of_the_live_weights_that_were_dead() -> None:
 def test_copies_and_churn_follow_a_rule_that_changes_masks_without_an_edit() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
-    sparse, average = SparseModel(model, sparsity=0.8, allocation="erk"), copy.deepcopy(model)
-    plan = methods.deepr(Partition.contiguous(model, 1), sparsity=0.8, iterations=40, l1=1e-3, temperature=1e-3)
-    cursor, copies = Cursor(sparse, plan), Copies()
-    optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-    copies.add(average)
-    figures, before = Figures(cursor), sparse.masks
+    average, callback = copy.deepcopy(model), SparseCallback("deepr", sparsity=0.8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how = {"sparsity": 0.8, "iterations": 40, "l1": 1e-3, "temperature": 1e-3, "keep_dense": ()}
+    callback._sparsifier = sparsify(model, optimizer, "deepr", **how)
+    sparse = callback.sparse
+    callback.add_copy(average)
+    figures, before = Figures(callback.cursor), sparse.masks
     for _ in range(20):
         optimizer.zero_grad()
         model(torch.randn(8, 32)).square().mean().backward()
@@ -38,7 +39,7 @@ def test_copies_and_churn_follow_a_rule_that_changes_masks_without_an_edit() -> 
         with torch.no_grad():
             for mine, its in zip(average.parameters(), model.parameters(), strict=True):
                 mine.lerp_(its, 0.1)
-        copies.follow(sparse, [])
+        callback._mask_copies([])
     born = sum(int((mask & ~before[name]).sum()) for name, mask in sparse.masks.items())
     assert born > 0
     assert figures.read()["churn"] == born / sparse.num_alive

@@ -14,8 +14,7 @@ import typer
 import growprune
 from growprune.cli.app import show_usage_errors_in_one_line
 from growprune.cli.comparing import compare, report
-from growprune.cli.converting import convert
-from growprune.cli.deploying import deploy
+from growprune.cli.deploying import convert, deploy
 from growprune.cli.inspecting import doctor, inspect
 from growprune.cli.looking import list_, plan
 from growprune.cli.pruning import perplexity, prune

@@ -72,15 +72,15 @@ def show_usage_errors_in_one_line() -> None:
 
     The class comes from the public `BadParameter`: newer versions of typer bring their own copy of click.
     """
+
+    def show(error: Any, file: Any = None) -> None:
+        command = error.ctx.command_path if error.ctx else "growprune"
+        message = shorten(" ".join(error.format_message().split())).rstrip(".")
+        end = "" if message.endswith("?") else "."
+        print(f"growprune: {message}{end} See `{command} --help`.", file=file or sys.stderr)
+
     usage_error: Any = typer.BadParameter.__mro__[1]
-    usage_error.show = _show_usage_error
-
-
-def _show_usage_error(error: Any, file: Any = None) -> None:
-    command = error.ctx.command_path if error.ctx else "growprune"
-    message = shorten(" ".join(error.format_message().split())).rstrip(".")
-    end = "" if message.endswith("?") else "."
-    print(f"growprune: {message}{end} See `{command} --help`.", file=file or sys.stderr)
+    usage_error.show = show
 
 
 def _shown(error: Exception) -> tuple[str, int]:

@@ -20,7 +20,6 @@ from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
     from growprune.compare import Comparison, Job, Request
-    from growprune.runs import RunRow
 
 SHORT = {"training": "train", "inference": "infer", "average": "mean"}
 """Words of headings that are shorter on the screen, so that names of rows fit into 80 columns."""
@@ -178,8 +177,12 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
         f"test {comparison.metric.name or 'results'}{comparison.terms}: mean ± standard deviation over seeds; "
         f"differences ± standard error"
     )
-    cells = [comparison.cells(row) for row in comparison.rows]
-    names = _names(comparison.rows, cells)
+    rows = comparison.rows
+    cells = [comparison.cells(row) for row in rows]
+    # names have the sparsity if there are several, or if the row missed the requested one
+    is_one = len({row.sparsity for row in rows if row.has_sparsity}) == 1
+    plain = [row.name if not row.has_sparsity or (is_one and not row.is_off) else "" for row in rows]
+    names = [name or f"{row.name} {cell['sparsity']}" for name, row, cell in zip(plain, rows, cells, strict=True)]
     alike = {head for head in ALIKE if len(values := {each[head] for each in cells}) == 1 and "," not in min(values)}
     heads = [head for head in QUALITY[2:] if head not in alike]  # missing runs are always shown
     costs = [*COST]
@@ -201,13 +204,6 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
         say(line)
     if out is not None:
         say(f"written to {out}: comparison.json")
-
-
-def _names(rows: Sequence[RunRow], cells: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names of the rows, with the sparsity if there are several, or if a row missed the requested one."""
-    is_one = len({row.sparsity for row in rows if row.has_sparsity}) == 1
-    plain = [row.name if not row.has_sparsity or (is_one and not row.is_off) else "" for row in rows]
-    return [name or f"{row.name} {cell['sparsity']}" for name, row, cell in zip(plain, rows, cells, strict=True)]
 
 
 def _table(heads: Sequence[str], names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:

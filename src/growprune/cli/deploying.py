@@ -1,4 +1,4 @@
-"""The verb that makes trained sparse models run faster: deploy."""
+"""The verbs that take trained models elsewhere: convert their files, deploy them on sparse kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from growprune.cli.app import AsJson, Trust, check_new_folder, one_line_errors, trusted_origin
-from growprune.cli.screen import print_json, say
+from growprune.cli.screen import new_table, print_json, remark, say, size
+from growprune.cli.screen import out as console
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
@@ -160,3 +161,51 @@ def example_of(text: str) -> Tensor:
     if kind == "int":
         return torch.randint(0, 2, [*map(int, shape)], generator=generator)
     return torch.randn([*map(int, shape)], generator=generator)
+
+
+@one_line_errors
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="File or folder with weights, of growprune or another tool.")
+    ],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="File or folder to write. Its name sets the format.")],
+    to: Annotated[str, typer.Option(help="Format of DEST: sparse, dense, hf or onnx.")] = "",
+    model: ModelSource = "",
+    example_shape: ExampleShape = "",
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="ONNX: store only the non-zero weights. Any runtime reads the file.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite DEST. If it is a link, overwrite its target.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert weights between sparse, dense and other formats.
+
+    It reads pruned checkpoints of other tools too.
+    """
+    from growprune.files.convert import convert
+
+    if example_shape and not model and not (source / "config.json").is_file():
+        raise GrowpruneError(f"--example-shape needs --model, got only --example-shape {example_shape}: add --model")
+    built, example = build_model(model) if model else (None, None)
+    example = example_of(example_shape) if example_shape else example
+    done = convert(source, dest, to=to or None, model=built, example=example, sparse=sparse, force=force)
+    if as_json:
+        content = {
+            "source": {"path": str(done.source), "format": done.format, "bytes": done.source_bytes},
+            "dest": {"path": str(done.dest), "format": done.to, "bytes": done.dest_bytes},
+        }
+        names = ("dense_bytes", "sparsity", "matrices", "notes")
+        print_json(content | {name: getattr(done, name) for name in names})
+        return
+    sizes = new_table("", "file", "format", "size", "of dense", text="file")
+    rows = (("from", done.source, done.format, done.source_bytes), ("to", done.dest, done.to, done.dest_bytes))
+    for word, path, format, num_bytes in rows:
+        share = f"{num_bytes / done.dense_bytes:.2f}x" if done.dense_bytes else ""
+        sizes.add_row(word, str(path), format, size(num_bytes), share)
+    console().print(sizes)
+    alive = sum(matrix["alive"] for matrix in done.matrices.values())
+    say(f"sparse matrices: {len(done.matrices)}, with {alive:,} live weights, sparsity {done.sparsity:.4f}")
+    for note in done.notes:
+        remark(f"growprune: {note}")

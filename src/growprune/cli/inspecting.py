@@ -38,7 +38,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     from growprune.cli.machine import examine, show_findings
 
-    findings = examine()
+    findings = list(examine())
     is_broken = any(finding.state == "broken" for finding in findings)
     if as_json:
         print_json({"is_broken": is_broken, "findings": [asdict(finding) for finding in findings]})
@@ -123,23 +123,19 @@ def _inspect_file(path: Path, as_json: bool) -> None:
             about["tensors"][tensor.name] |= {**looked_at, "bytes_per_live": tensor.bytes_per_live}
         print_json({"kind": "file", "path": str(path), **about})
     else:
-        _show_file(path, about, tensors)
+        totals = about["totals"]
+        about_mask = f"pattern {about['pattern']}, sparsity {about['sparsity']:g} ({about['allocation']})"
+        say(f"{path}: {about_mask}, format {about['version']}")
+        out().print(_tensor_table(tensors))
+        share = 1 - totals["prunable_nnz"] / totals["prunable"] if totals["prunable"] else 0.0
+        say(
+            f"{totals['prunable_nnz']:,} of {totals['prunable']:,} prunable weights live: sparsity {share:.4f}\n"
+            f"{totals['bytes']:,} bytes with its header; {totals['dense_bytes']:,} bytes if stored dense"
+        )
     damaged = [tensor.name for tensor in tensors if tensor.state == "damaged"]
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         raise GrowpruneError(f"{path} is damaged: the digest of {damaged[0]}{more} is wrong. Download or save it again")
-
-
-def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
-    totals = about["totals"]
-    about_mask = f"pattern {about['pattern']}, sparsity {about['sparsity']:g} ({about['allocation']})"
-    say(f"{path}: {about_mask}, format {about['version']}")
-    out().print(_tensor_table(tensors))
-    share = 1 - totals["prunable_nnz"] / totals["prunable"] if totals["prunable"] else 0.0
-    say(
-        f"{totals['prunable_nnz']:,} of {totals['prunable']:,} prunable weights live: sparsity {share:.4f}\n"
-        f"{totals['bytes']:,} bytes with its header; {totals['dense_bytes']:,} bytes if stored dense"
-    )
 
 
 def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -17,7 +17,7 @@ from growprune.errors import GrowpruneError
 from growprune.plan.phases import Row, fold
 
 if TYPE_CHECKING:
-    from growprune.engine.cost import Cost, Estimate
+    from growprune.engine.cost import Cost
 
 SCREEN = 12
 """The most rows of a plan before phases that edit different parts share a row: about a screen."""
@@ -55,15 +55,10 @@ def list_(
     found = {kind: {n: text for n, text in things.items() if containing in n} for kind, things in chosen.items()}
     if not any(found.values()):
         raise GrowpruneError(f"no {what or 'methods, tasks or recipes'} with {containing!r} in the name")
-    print_json(found) if as_json else _show_lists(found)
-
-
-def _summary(thing: object) -> str:
-    return (thing.__doc__ or "").strip().split("\n")[0]
-
-
-def _show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
-    for kind, things in kinds.items():
+    if as_json:
+        print_json(found)
+        return
+    for kind, things in found.items():
         table = Table(title=kind, title_justify="left", show_header=False, box=None, padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column()
@@ -72,6 +67,10 @@ def _show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
         out().print(table)
         if folded := [name for name in things if name.endswith("/...")]:
             out().print(f"  Show a group: growprune list {kind} {folded[0].removesuffix('/...')}", highlight=False)
+
+
+def _summary(thing: object) -> str:
+    return (thing.__doc__ or "").strip().split("\n")[0]
 
 
 @one_line_errors
@@ -89,62 +88,49 @@ def plan(
     from growprune.engine.cost import estimate
     from growprune.engine.override import override, parse_settings, with_places
     from growprune.recipes import find
+    from growprune.runs.result import scaled
 
     found = find(recipe)
     chosen = override(found, with_places(parse_settings(settings), found, data))
     priced = estimate(chosen)
+    method, parts = priced.plan.method.__name__, priced.plan.partition
+    phases = [cost.scheduled for cost in priced.costs]
+    ranks = (2, 8, 64) if priced.can_be_sharded else ()
     if as_json:
-        print_json(_plan_content(priced, recipe, chosen.claim))
-    else:
-        _show_plan(priced, chosen.claim, every=every)
-
-
-def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
-    """A plan and its costs as JSON. Similar phases share a row."""
-    rows = [
-        {
-            "stage": row.first.stage,
-            "branch": row.first.branch,
-            "edits": str(row),
-            "phases": len(costs),
-            "epochs": sum(cost.epochs for cost in costs),
-            "density": [costs[0].density, costs[-1].density],
-            "forward_flops": [costs[0].forward_flops, costs[-1].forward_flops],
-            "training_flops": sum(cost.training_flops for cost in costs),
+        folded = [
+            {
+                "stage": row.first.stage,
+                "branch": row.first.branch,
+                "edits": str(row),
+                "phases": len(costs),
+                "epochs": sum(cost.epochs for cost in costs),
+                "density": [costs[0].density, costs[-1].density],
+                "forward_flops": [costs[0].forward_flops, costs[-1].forward_flops],
+                "training_flops": sum(cost.training_flops for cost in costs),
+            }
+            for row, costs in _with_costs(fold(phases), priced.costs)
+        ]
+        totals = {
+            "epochs": priced.epochs,
+            "peak_density": priced.peak_density,
+            "training_flops": priced.training_flops,
+            "dense_forward_flops": priced.dense_flops,
+            "final_forward_flops": priced.costs[-1].forward_flops,
+            "bytes": priced.bytes_per_rank(),
+            "bytes_per_rank": {str(number): priced.bytes_per_rank(number) for number in ranks},
         }
-        for row, costs in _with_costs(fold(cost.scheduled for cost in estimate.costs), estimate)
-    ]
-    return {
-        "recipe": name,
-        "claim": claim,
-        "method": estimate.plan.method.__name__,
-        "parts": {part.name: list(part.tensors) for part in estimate.plan.partition},
-        "is_exact": estimate.is_exact,
-        "rows": rows,
-        "totals": {
-            "epochs": estimate.epochs,
-            "peak_density": estimate.peak_density,
-            "training_flops": estimate.training_flops,
-            "dense_forward_flops": estimate.dense_flops,
-            "final_forward_flops": estimate.costs[-1].forward_flops,
-            "bytes": estimate.memory.per_rank(),
-            "bytes_per_rank": {str(ranks): estimate.memory.per_rank(ranks) for ranks in _ranks(estimate)},
-        },
-    }
-
-
-def _show_plan(estimate: Estimate, claim: str, *, every: bool) -> None:
-    from growprune.runs.result import scaled
-
-    if claim:
-        out().print(claim, markup=False, highlight=False)
-    about = "" if estimate.is_exact else "~"
+        about_plan = {"recipe": recipe, "claim": chosen.claim, "method": method, "is_exact": priced.is_exact}
+        tensors = {part.name: list(part.tensors) for part in parts}
+        print_json({**about_plan, "parts": tensors, "rows": folded, "totals": totals})
+        return
+    if chosen.claim:
+        out().print(chosen.claim, markup=False, highlight=False)
+    about = "" if priced.is_exact else "~"
     shown = new_table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training", text="edits")
-    shown.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
+    shown.title = f"{method}, {len(parts)} parts"
     shown.caption = "FLOPs: forward pass, one example; training: all epochs, one example"
-    phases = [cost.scheduled for cost in estimate.costs]
     rows = [Row((phase,)) for phase in phases] if every else fold(phases, SCREEN)
-    for row, costs in _with_costs(rows, estimate):
+    for row, costs in _with_costs(rows, priced.costs):
         ends = costs[0], costs[-1]  # one cost is shown if both are alike
         shown.add_row(
             str(row.first.stage),
@@ -156,29 +142,25 @@ def _show_plan(estimate: Estimate, claim: str, *, every: bool) -> None:
             about + scaled(sum(cost.training_flops for cost in costs)),
         )
     out().print(shown)
-    if len(rows) < len(estimate.costs):
-        out().print(f"{len(estimate.costs)} phases in {len(rows)} rows; --all shows each.", highlight=False)
-    dense = 3 * estimate.dense_flops * estimate.epochs
-    share = f", {estimate.training_flops / dense:.3f} of the FLOPs of dense training" if dense else ""
-    inference = estimate.costs[-1].forward_flops / estimate.dense_flops
+    if len(rows) < len(phases):
+        out().print(f"{len(phases)} phases in {len(rows)} rows; --all shows each.", highlight=False)
+    dense = 3 * priced.dense_flops * priced.epochs
+    share = f", {priced.training_flops / dense:.3f} of the FLOPs of dense training" if dense else ""
+    inference = priced.costs[-1].forward_flops / priced.dense_flops
     out().print(
-        f"{estimate.epochs:g} epochs in total{share}. Peak density {estimate.peak_density:.3f}. "
+        f"{priced.epochs:g} epochs in total{share}. Peak density {priced.peak_density:.3f}. "
         f"Inference at {about}{inference:.3f} of the dense FLOPs."
     )
-    each = ", ".join(f"{size(estimate.memory.per_rank(r))} on each of {r} ranks" for r in _ranks(estimate))
+    each = ", ".join(f"{size(priced.bytes_per_rank(number))} on each of {number} ranks" for number in ranks)
     out().print(
-        f"Peak training memory {about}{size(estimate.memory.per_rank())} without activations: values, gradients, "
+        f"Peak training memory {about}{size(priced.bytes_per_rank())} without activations: values, gradients, "
         f"optimizer state, masks" + (f"; with shard=fsdp, {each}." if each else "."),
         highlight=False,
     )
 
 
-def _with_costs(rows: Iterable[Row], estimate: Estimate) -> Iterator[tuple[Row, list[Cost]]]:
+def _with_costs(rows: Iterable[Row], costs: Iterable[Cost]) -> Iterator[tuple[Row, list[Cost]]]:
     """Groups of similar phases, with the cost of each phase."""
-    costs = iter(estimate.costs)
+    left = iter(costs)
     for row in rows:
-        yield row, [next(costs) for _ in row.phases]
-
-
-def _ranks(estimate: Estimate) -> tuple[int, ...]:
-    return (2, 8, 64) if estimate.can_be_sharded else ()
+        yield row, [next(left) for _ in row.phases]

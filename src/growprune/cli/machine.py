@@ -37,11 +37,6 @@ class Finding:
     """What the user can do about it."""
 
 
-def examine() -> list[Finding]:
-    """Run all checks. Loads torch, and runs the kernels on tiny tensors."""
-    return [*_packages(), *_devices_and_kernels(), _threads()]
-
-
 def show_findings(findings: Sequence[Finding]) -> None:
     """Print one line per finding with what to do about it, then a summary."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -64,8 +59,9 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _packages() -> Iterator[Finding]:
-    """The versions of Python, growprune and its dependencies, by extra."""
+def examine() -> Iterator[Finding]:
+    """Run all checks. Loads torch, and runs the kernels on tiny tensors."""
+    # 1) the versions of Python, growprune and its dependencies, by extra
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.release()}")
     yield Finding("growprune", "ok", growprune.__version__)
     extras: dict[str, list[str]] = {"": []}
@@ -82,10 +78,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "absent" if extra else "broken", f"{', '.join(missing)} not installed", install)
         else:
             yield Finding(name, "ok", ", ".join(f"{name} {_version(name)}" for name in names))
-
-
-def _devices_and_kernels() -> Iterator[Finding]:
-    """CPU and GPUs, and whether the mask kernels work there. A wrong kernel would train a wrong model."""
+    # 2) CPU and GPUs, and whether the mask kernels work there: a wrong kernel would train a wrong model
     memory, triton = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _version("triton")
     yield Finding("cpu", "ok", f"{num_cores()} cores, {memory / 2**30:.1f} GiB of memory, {platform.machine()}")
     if torch.cuda.is_available():
@@ -113,6 +106,13 @@ def _devices_and_kernels() -> Iterator[Finding]:
     except BuildError as error:
         text = f"{error}: gp.deploy and torch.compile on a CPU need one"
         yield Finding("C++ compiler", "absent", text, "install g++ or clang, or set CXX")
+    # 3) threads
+    threads, cores = torch.get_num_threads(), num_cores()
+    text = f"torch uses {threads} threads of {cores} cores"
+    if threads > cores:
+        yield Finding("threads", "slow", f"{text}: too many", f"set OMP_NUM_THREADS={cores}")
+    else:
+        yield Finding("threads", "ok", text, "set OMP_NUM_THREADS to change it, such as for several processes")
 
 
 def _try_kernels(name: str, device: torch.device) -> Finding:
@@ -133,11 +133,3 @@ def _try_kernels(name: str, device: torch.device) -> Finding:
     if not is_right:
         return Finding(name, "broken", f"the kernels give wrong results on {device}", "please report it as a bug")
     return Finding(name, "ok", f"mask kernels give correct results on {device}")
-
-
-def _threads() -> Finding:
-    threads, cores = torch.get_num_threads(), num_cores()
-    text = f"torch uses {threads} threads of {cores} cores"
-    if threads > cores:
-        return Finding("threads", "slow", f"{text}: too many", f"set OMP_NUM_THREADS={cores}")
-    return Finding("threads", "ok", text, "set OMP_NUM_THREADS to change it, such as for several processes")

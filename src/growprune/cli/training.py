@@ -6,7 +6,6 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +24,8 @@ from growprune.cli.app import (
     stopping,
     trusted_origin,
 )
-from growprune.cli.screen import out, progress, say, show_result
+from growprune.cli.screen import out as console
+from growprune.cli.screen import progress, say, show_result
 from growprune.errors import GrowpruneError
 
 
@@ -37,6 +37,8 @@ def demo(
     """Train digits dense and 90 % sparse, and print one table."""
     import torch
 
+    from growprune.runs.result import deviation, mean, plus_minus
+
     torch.set_num_threads(1)  # more threads only slow down such a small model
 
     names = (out if number == 1 else out.with_name(f"{out.name}-{number}") for number in itertools.count(1))
@@ -46,14 +48,6 @@ def demo(
             name: [_train(name, {"seed": str(seed)}, out / name / f"seed{seed}", should_stop) for seed in range(seeds)]
             for name in ("digits/dense", "digits/gradual-90")
         }
-    _show_demo(rows, out)
-
-
-def _show_demo(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
-    """One row per recipe, mean and standard deviation over its seeds."""
-    from growprune.runs.result import deviation, mean, plus_minus
-
-    seeds = len(next(iter(rows.values())))
     table = Table(title=f"Handwritten digits, {seeds} seeds, test data")
     for name in ("recipe", "accuracy %", "non-zeros", "FLOPs", "file bytes", "seconds"):
         table.add_column(name, justify="left" if name == "recipe" else "right", no_wrap=True)
@@ -68,11 +62,11 @@ def _show_demo(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
             f"{results[0]['file_bytes']:,}",
             f"{statistics.mean(result['seconds'] for result in results):.1f}",
         )
-    out().print(table)
+    console().print(table)
     dense, sparse = ([r["test"]["accuracy"] for r in results] for results in rows.values())
     gaps = [s - d for s, d in zip(sparse, dense, strict=True)]
     gap = plus_minus(mean(gaps), deviation(gaps), 2, "+")
-    say(f"sparse minus dense, same epochs: {gap} points. Runs are in {folder}.")
+    say(f"sparse minus dense, same epochs: {gap} points. Runs are in {out}.")
 
 
 @one_line_errors

@@ -170,8 +170,8 @@ class Request:
         self._check_terms()
         jobs = self.every_job
         if self.grid:
-            known = {job for trials in self._trials().values() for job in self._due(trials)}
-            jobs = [job for job in jobs if job in known]
+            chosen = {cell: self._try(trials)["folder"] for cell, trials in self._trials().items()}
+            jobs = [job for job in jobs if job.seed == self.seeds[0] or job.point.folder == chosen[job.cell]]
         for job in jobs:
             if not job.changed_files():
                 job.check_folder(self._per_epoch(job.recipe))
@@ -288,12 +288,6 @@ class Request:
             if job.seed == self.seeds[0]:
                 trials.setdefault(job.cell, []).append(job)
         return trials
-
-    def _due(self, trials: Sequence[Job]) -> list[Job]:
-        """The runs of a line of the table that can start now."""
-        chosen = self._try(trials)["folder"]
-        others = [job for job in self.every_job if job.cell == trials[0].cell and job.seed != self.seeds[0]]
-        return [*trials, *(job for job in others if chosen is not None and job.point.folder == chosen)]
 
     def _try(self, trials: Sequence[Job]) -> Json:
         """Results of all points of a row, and the chosen one, as `tuning.json` stores them.

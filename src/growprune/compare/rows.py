@@ -207,7 +207,24 @@ def points_of(grid: Grid, row: Row, recipe: Recipe) -> list[Point]:
 
 
 def _value(key: str, text: str, row: Row, recipe: Recipe) -> str:
-    own = _own_value(key, row, recipe)
+    """A value of a grid for a setting of the recipe, under its dotted name."""
+    first, _, rest = key.partition(".")
+    if first == "options":  # one that is not set has the default of the method
+        known: Any = own_options(recipe.method)
+        parameter = declaration_of(recipe.method).options.get(rest)
+        default = None if parameter is None or parameter.default is parameter.empty else parameter.default
+        own: Any = recipe.options.get(rest, default)
+    else:
+        known, own = (), recipe
+        for name in key.split("."):
+            known = [field.name for field in fields(own)] if is_dataclass(own) else ()
+            own = getattr(own, name, None)
+    if key.rpartition(".")[2] not in known:
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise GrowpruneError(
+            f"--tune {key}: the row {row.name!r} has no such setting ({has}). All rows are tuned with the same grid: "
+            f"tune another setting, or leave the row out"
+        )
     if not re.fullmatch(r"x[-+.\d].*", text):
         return text
     try:
@@ -222,28 +239,6 @@ def _value(key: str, text: str, row: Row, recipe: Recipe) -> str:
         )
     product = float(f"{own * factor:.12g}")  # 0.1 * 1.5 is 0.15 to a reader
     return repr(int(product) if isinstance(own, int) and product.is_integer() else product)
-
-
-def _own_value(key: str, row: Row, recipe: Recipe) -> Any:
-    """The value of a recipe under a dotted name. An option that is not set has the default of its method."""
-    first, _, rest = key.partition(".")
-    if first == "options":
-        known: Any = own_options(recipe.method)
-        parameter = declaration_of(recipe.method).options.get(rest)
-        default = None if parameter is None or parameter.default is parameter.empty else parameter.default
-        value = recipe.options.get(rest, default)
-    else:
-        known, value = (), recipe
-        for name in key.split("."):
-            known = [field.name for field in fields(value)] if is_dataclass(value) else ()
-            value = getattr(value, name, None)
-    if key.rpartition(".")[2] not in known:
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        raise GrowpruneError(
-            f"--tune {key}: the row {row.name!r} has no such setting ({has}). All rows are tuned with the same grid: "
-            f"tune another setting, or leave the row out"
-        )
-    return value
 
 
 KINDS = ("epochs", "flops", "paper")

@@ -18,7 +18,7 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.files.importers import load_weights
-from growprune.plan import Action, By, Edit, Phase, Plan, walk
+from growprune.plan import By, Plan, prune
 from growprune.sparse.init import dense_init, sparse_init
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import seed_all
@@ -109,8 +109,10 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
     resolved = recipe.resolve(model, per_epoch)
     plan = resolved.plan
     recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
+    edits = plan.schedule[0].phase.edits if plan.schedule else ()
     if task.initialises_modules:
-        if recipe.storage == "compact" and not recipe.weights and _begins_at_random(plan, recipe.sparsity):
+        at_random = (prune(plan.partition.whole, to=recipe.sparsity, by=By.RANDOM),)
+        if recipe.storage == "compact" and not recipe.weights and edits == at_random and recipe.sparsity > 0:
             sparse = sparse_init(task.build_model, initialise=task.initialise, **resolved.sparse_settings())
             sparse.model.to(device)
             return sparse, plan, True
@@ -118,19 +120,9 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
     if not recipe.weights:
         return resolved.make_sparse(model.to(device)), plan, False
     sparse = resolved.make_sparse(model)  # before it goes to its device
-    first = next(iter(walk(plan)), None)
-    is_as_is = first is not None and any(edit.by is By.AS_IS for edit in first.phase.edits)
-    load_weights(sparse, recipe.weights, with_masks=is_as_is)
+    load_weights(sparse, recipe.weights, with_masks=any(edit.by is By.AS_IS for edit in edits))
     sparse.model.to(device)
     return sparse, plan, False
-
-
-def _begins_at_random(plan: Plan, sparsity: float) -> bool:
-    """True if the only edit of the first phase is a random mask of the whole model at its sparsity."""
-    first = next(iter(plan), None)
-    if not isinstance(first, Phase) or len(first.edits) != 1:
-        return False
-    return first.edits[0] == Edit(Action.PRUNE, plan.partition.whole, By.RANDOM, sparsity) and sparsity > 0
 
 
 def shard(sparse: SparseModel, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:

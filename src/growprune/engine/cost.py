@@ -31,26 +31,16 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Peak training memory in bytes, without activations and, with compact storage, without one dense layer."""
-
-    shared: int
-    """Values, gradients and optimizer state in float32, which sharding divides among ranks."""
-    masks: int
-    """Bytes that every rank holds."""
-
-    def per_rank(self, ranks: int = 1) -> int:
-        return -(-self.shared // ranks) + self.masks
-
-
-@dataclass(frozen=True)
 class Estimate:
     costs: list[Cost]
     dense_flops: int
     plan: Plan
     is_exact: bool
     """False if densities of layers are known only in training: global allocation, and growth by momentum."""
-    memory: Memory
+    state_bytes: int
+    """Values, gradients and optimizer state in float32 at the peak, which sharding divides among ranks."""
+    mask_bytes: int
+    """Bytes of masks, which every rank holds."""
     can_be_sharded: bool
     """True if the recipe's storage supports sharding."""
     merged_density: float
@@ -64,6 +54,10 @@ class Estimate:
     @property
     def epochs(self) -> float:
         return sum(cost.epochs for cost in self.costs)
+
+    def bytes_per_rank(self, ranks: int = 1) -> int:
+        """Peak training memory, without activations and, with compact storage, without one dense layer."""
+        return -(-self.state_bytes // ranks) + self.mask_bytes
 
     @property
     def peak_density(self) -> float:
@@ -99,16 +93,20 @@ def estimate(recipe: Recipe) -> Estimate:
                 merged = max(merged, _alive(sparse, after_fork))
     spreads = {edit.spread for scheduled in schedule for edit in scheduled.phase.edits}
     is_exact = not resolved.allocation.startswith("global") and not spreads & {Spread.RANKING, Spread.MOMENTUM}
-    memory = _memory(recipe, sparse, max(cost.density for cost in costs))
-    return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact", merged)
-
-
-def _memory(recipe: Recipe, sparse: SparseModel, peak_density: float) -> Memory:
     is_compact, prunable = recipe.storage == "compact", sparse.num_prunable
-    others = sum(parameter.numel() for parameter in sparse.model.parameters()) - prunable
-    values = others + round(peak_density * prunable if is_compact else prunable)
+    others = sum(parameter.numel() for parameter in model.parameters()) - prunable
+    values = others + (round(max(cost.density for cost in costs) * prunable) if is_compact else prunable)
     bits = -(-prunable // 8) + -(-prunable // 128)  # and how many live before each 1,024th
-    return Memory(4 * (2 + recipe.optimizer.num_states) * values, bits if is_compact else prunable)
+    return Estimate(
+        costs,
+        flops.dense,
+        plan,
+        is_exact,
+        state_bytes=4 * (2 + recipe.optimizer.num_states) * values,
+        mask_bytes=bits if is_compact else prunable,
+        can_be_sharded=is_compact,
+        merged_density=merged,
+    )
 
 
 def _alive(sparse: SparseModel, density: Densities) -> float:

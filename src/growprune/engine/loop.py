@@ -217,7 +217,7 @@ class Run:
             "weights": json.dumps(self.weights),
             "view of the run folder, which all must share,": sees,
         }
-        self.mesh.agree(texts, "starting")
+        self.mesh.agree({name: text.encode() for name, text in texts.items()}, "starting")
 
     def iteration_of(self, scheduled: ScheduledPhase) -> int:
         """The current iteration of the run. Branches of a fork count in parallel."""
@@ -255,7 +255,8 @@ class Run:
             self._enter(scheduled)
         start, length = self.training.spans[scheduled.index].start, self.place.length
         for done in range(self.place.done, length):
-            self._between_iterations(scheduled, done)
+            if self.num_trained:  # a process that is stopped again and again gets on nevertheless
+                self._between_iterations(scheduled, done)
             self.training.iterate(scheduled, done)
             self.num_trained += 1
             self.state.accounting.count(self.training.num_examples)
@@ -295,8 +296,6 @@ class Run:
 
     def _between_iterations(self, scheduled: ScheduledPhase, done: int) -> None:
         """Stop, save a checkpoint, and show progress, where each is due."""
-        if not self.num_trained:  # a process that is stopped again and again gets on nevertheless
-            return
         if self.mesh.any(self.should_stop(), self.place.iteration):
             self._save(scheduled)
             self._interrupt(scheduled)

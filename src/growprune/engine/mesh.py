@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import os
 import time
 import uuid
@@ -24,9 +23,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from growprune.errors import GrowpruneError, shorten
-from growprune.masks.bits import Snapshot, pack
+from growprune.masks.bits import Snapshot
 from growprune.plan import Fork, Plan
 from growprune.sparse.model import SparseModel
+from growprune.sparse.stepper import first_to_differ
 
 
 class PeerFailed(RuntimeError):
@@ -171,26 +171,19 @@ class Mesh:
                 else:
                     dist.barrier()
 
-    def agree(self, what: dict[str, str], where: str) -> None:
-        """Raise on every process if they differ in any string. The error names the rank and what differs."""
-        if self.world == 1:
-            return
-        digests = [hashlib.sha256(text.encode()).digest()[:8] for text in what.values()]
-        numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device())
-        all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
+    def agree(self, what: dict[str, bytes], where: str) -> None:
+        """Raise on every process if they differ in anything. The error names the rank and what differs."""
         with self.waiting("comparing with the others"):
-            dist.all_gather(all_of_them, mine)
-        for rank, theirs in enumerate(all_of_them):
-            for name, here, there in zip(what, all_of_them[0].tolist(), theirs.tolist(), strict=True):
-                if here != there:
-                    raise PeerFailed(f"{where}: {name} on rank {rank} differs from rank 0. All must be equal")
+            differing = first_to_differ(what.values(), self.device())
+        if differing is not None:
+            rank, index = differing
+            raise PeerFailed(f"{where}: {list(what)[index]} on rank {rank} differs from rank 0. All must be equal")
 
     def agree_on_masks(self, sparse: SparseModel, where: str) -> None:
         """Check that all processes have the same masks, because every process prunes by itself."""
         if self.world > 1:
-            bits = {f"mask of {name}": pack(mask).cpu().numpy().tobytes() for name, mask in sparse.masks.items()}
-            self.agree({name: hashlib.sha256(packed).hexdigest() for name, packed in bits.items()}, where)
+            bits = {f"mask of {name}": mask.cpu().numpy().tobytes() for name, mask in sparse.packed_masks().items()}
+            self.agree(bits, where)
 
     def any(self, flag: bool, iteration: int) -> bool:
         """True if the flag is set on any replica of this group. On GPUs, checked only every ASK_EVERY iterations."""

@@ -188,7 +188,13 @@ class Exploration:
     def combine(self, stage: int, num_branches: int) -> None:
         """At the end of a fork, add what its branches explored."""
         for branch in range(num_branches) if self._is_on else ():
-            self._ever = self._ever | _read(self._folder.explored(stage, branch))
+            path = self._folder.explored(stage, branch)
+            try:
+                self._ever = self._ever | safetensors.torch.load(plain_file(path).read_bytes())["explored"]
+            except (OSError, SafetensorError, KeyError) as error:
+                raise GrowpruneError(
+                    f"cannot read {path}, the explored weights of a branch ({error}). Resume the run to write it again"
+                ) from error
 
     def state_dict(self) -> dict[str, Any]:
         if not self._is_on:
@@ -208,15 +214,6 @@ def pack_masks(sparse: SparseModel) -> Tensor:
     names = dict.fromkeys(weight.parameter for weight in sparse.weights)
     packed = [kernels.pack(sparse.stored[name].mask().clone().reshape(-1)) for name in names]
     return torch.cat(packed).cpu() if packed else torch.zeros(0, dtype=torch.uint8)
-
-
-def _read(path: Path) -> Tensor:
-    try:
-        return safetensors.torch.load(plain_file(path).read_bytes())["explored"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise GrowpruneError(
-            f"cannot read {path}, the explored weights of a branch ({error}). Resume the run to write it again"
-        ) from error
 
 
 class Best:

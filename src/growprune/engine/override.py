@@ -132,7 +132,12 @@ Changes = dict[str, Any]
 def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
     """Change fields of a recipe. Dots name nested fields, as in `task.width` or `options.steps`."""
     if "method" in settings:  # first, because the options that may be set are the method's
-        recipe = _with_method(recipe, settings["method"])
+        method = find_method(settings["method"])
+        options = {name: value for name, value in recipe.options.items() if name in own_options(method)}
+        is_whole = declaration_of(recipe.method).length in ("iterations", "epochs")
+        if declaration_of(method).length == "iterations" and not is_whole:
+            options.pop("epochs", None)  # those of a step, and not of the whole training
+        recipe = replace(recipe, method=method, options=options)
     changes: Changes = {}
     for key, text in settings.items():
         path = key.split(".")
@@ -170,15 +175,6 @@ def with_places(settings: Mapping[str, str], recipe: Recipe, data: str = "") -> 
     return {**settings, **{name: str(Path(path).resolve()) for name, path in paths.items() if path}}
 
 
-def _with_method(recipe: Recipe, name: str) -> Recipe:
-    method = find_method(name)
-    options = {name: value for name, value in recipe.options.items() if name in own_options(method)}
-    is_whole = declaration_of(recipe.method).length in ("iterations", "epochs")
-    if declaration_of(method).length == "iterations" and not is_whole:
-        options.pop("epochs", None)  # those of a step, and not of the whole training
-    return replace(recipe, method=method, options=options)
-
-
 def find_method(name: str) -> Callable[..., Plan]:
     """Find a method by its name in `METHODS`, or as `path.py:function`."""
     if not is_source(name):
@@ -194,7 +190,11 @@ def _add(changes: Changes, value: Any, path: list[str], text: str, key: str) -> 
     hints = get_type_hints(type(value))
     known = {f.name: hints[f.name] for f in fields(value)}
     if name not in known:
-        meant = [nested for nested in _nested(value) if nested.partition(".")[2] == name]
+        nested = [f"options.{option}" for option in own_options(value.method)] if isinstance(value, Recipe) else []
+        for outer in fields(value):
+            inside = getattr(value, outer.name)
+            nested += [f"{outer.name}.{inner.name}" for inner in (fields(inside) if is_dataclass(inside) else ())]
+        meant = [setting for setting in nested if setting.partition(".")[2] == name]
         hint = f"Did you mean {meant[0]}?" if meant else f"Fields are: {', '.join(known)}"
         raise GrowpruneError(f"--set {key}: unknown field {name!r}. {hint}")
     inside = getattr(value, name)
@@ -215,15 +215,6 @@ def _changed(value: Any, changes: Changes) -> Any:
     return replace(value, **(changes | inner))
 
 
-def _nested(value: Any) -> Iterator[str]:
-    """Names of settings within the fields of a recipe, such as options.epochs."""
-    if isinstance(value, Recipe):
-        yield from (f"options.{name}" for name in own_options(value.method))
-    for outer in fields(value):
-        inside = getattr(value, outer.name)
-        yield from (f"{outer.name}.{inner.name}" for inner in (fields(inside) if is_dataclass(inside) else ()))
-
-
 def _with_option(recipe: Recipe, path: list[str], text: str, key: str) -> Recipe:
     method, options = recipe.method, dict(recipe.options)
     if len(path) != 1 or path[0] not in [*declaration_of(method).options, *own_options(method)]:
@@ -231,20 +222,16 @@ def _with_option(recipe: Recipe, path: list[str], text: str, key: str) -> Recipe
         raise GrowpruneError(f"--set {key}: unknown option of {method.__name__}. Options are: {known or 'none'}")
     if recipe.counts_iterations and path[0] in ("epochs", "iterations"):  # two ways to say how long
         options = {name: value for name, value in options.items() if name not in ("epochs", "iterations")}
-    return replace(recipe, options={**options, path[0]: convert(text, _type_of_option(recipe, path[0]), key)})
-
-
-def _type_of_option(recipe: Recipe, name: str) -> Any:
-    """The type of an option: its annotation, else the type of its default or current value, else object."""
-    hints = get_type_hints(recipe.method)
+    # its annotation says its type, else its default or current value
+    name, hints = path[0], get_type_hints(method)
     if name in hints:
-        return hints[name]
-    if name == "epochs":  # which stand for iterations
-        return hints.get("iterations", int)
-    default = declaration_of(recipe.method).options[name].default
-    known = (default, recipe.options.get(name))
-    kinds = [type(value) for value in known if isinstance(value, bool | int | float | str)]
-    return kinds[0] if kinds else object
+        hint: Any = hints[name]
+    elif name == "epochs":  # which stand for iterations
+        hint = hints.get("iterations", int)
+    else:
+        values = (declaration_of(method).options[name].default, recipe.options.get(name))
+        hint = next((type(value) for value in values if isinstance(value, bool | int | float | str)), object)
+    return replace(recipe, options={**options, name: convert(text, hint, key)})
 
 
 def convert(text: str, hint: Any, key: str) -> Any:

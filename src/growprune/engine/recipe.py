@@ -230,10 +230,6 @@ class Recipe:
             check_names(self.log)
         is_stored = self.shard == "none" or self.storage == "compact"
         require(is_stored, "storage", self.storage, "'compact' with shard='fsdp' (masked saves no memory)")
-        self._check_options()
-        self.chosen()  # checks the fields that `sparsify` takes too
-
-    def _check_options(self) -> None:
         known, about = own_options(self.method), declaration_of(self.method)
         for name, value in self.options.items():
             if name in ("sparsity", about.seed):  # the plan would go by the option, and the model by the field
@@ -245,6 +241,7 @@ class Recipe:
                 )
         if self.counts_iterations and {"epochs", "iterations"} <= self.options.keys():
             raise GrowpruneError(f"options of {self.method.__name__} has both epochs and iterations. Give one of them")
+        self.chosen()  # checks the fields that `sparsify` takes too
 
     @cached_property
     def settings(self) -> Settings:

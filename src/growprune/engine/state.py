@@ -141,12 +141,7 @@ class RunState:
 
 
 def tensors_of(sparse: SparseModel) -> dict[str, str]:
-    """Kind, dtype and shape of every parameter and buffer of a model, for any storage.
-
-    >>> import torch
-    >>> tensors_of(SparseModel(torch.nn.Linear(4, 2), sparsity=0.5))
-    {'weight': 'prunable float32 (2, 4)', 'bias': 'float32 (2,)'}
-    """
+    """Kind, dtype and shape of every parameter and buffer, such as "prunable float32 (2, 4)", for any storage."""
     prunable, found = {weight.parameter for weight in sparse.weights}, {}
     for name, parameter in sparse.model.named_parameters():
         path, _, local = name.rpartition(".")

@@ -54,7 +54,9 @@ class SparseCallback:
     ) -> None:
         self.settings = Settings.among(locals())
         self._sparsifier: Sparsifier | None = None
-        self._copies = Copies(are_bare=self._has_bare_copies)
+        self._added_copies: list[nn.Module] = []
+        self._num_changes = -1
+        """How many changes of masks there had been when copies were masked last."""
         self._log_layers = log_layers
         self._figures: Figures | None = None
 
@@ -81,10 +83,43 @@ class SparseCallback:
     def add_copy(self, copy: nn.Module) -> None:
         """Keep a copy of the model, such as a moving average, as sparse as the model itself.
 
-        Copies that a callback keeps as an attribute are found automatically: `AveragedModel`, timm's `ModelEmaV3`, and
-        in Lightning also a plain copy, as in `StochasticWeightAveraging`.
+        An average over an edit has the live weights of both masks. So copies are masked after each edit, and after each
+        step of a rule that changes masks, such as DeepR's. Copies that a callback keeps as an attribute are found
+        automatically: `AveragedModel`, timm's `ModelEmaV3`, and in Lightning also a plain copy, as in
+        `StochasticWeightAveraging`.
         """
-        self._copies.add(copy)
+        if not any(copy is other for other in self._added_copies):
+            self._added_copies.append(copy)
+        self._num_changes = -1
+
+    def _copies(self, owners: Iterable[object]) -> list[nn.Module]:
+        """Return the added copies, and modules that are like the model: of its class, with the same names.
+
+        Args:
+            owners: what may have copies as attributes.
+        """
+        model, names = self.sparse.model, {weight.parameter for weight in self.sparse.weights}
+        values = [value for owner in owners for value in vars(owner).values() if isinstance(value, nn.Module)]
+        modules = [(v, inner) for v in values if v is not model for inner in v.modules()]
+        inside = [inner for v, inner in modules if self._has_bare_copies or inner is not v]
+        alike = [inner for inner in inside if isinstance(inner, type(model)) and inner is not model]
+        return [*self._added_copies, *(inner for inner in alike if names <= dict(inner.named_parameters()).keys())]
+
+    def _check_copies(self, owners: Iterable[object]) -> None:
+        """Raise if there are copies that cannot follow edits."""
+        if self.sparse.storage == "compact" and self._copies(owners):
+            raise GrowpruneError(
+                "a callback averages the weights, but storage='compact' changes their number with each edit: use "
+                "storage='masked'"
+            )
+
+    def _mask_copies(self, owners: Iterable[object]) -> None:
+        """If masks have changed, by an edit or by a rule, make all copies as sparse as the model is."""
+        if self.sparse.num_mask_changes != self._num_changes:
+            self._check_copies(owners)
+            for copy in self._copies(owners):
+                self.sparse.mask_copy(copy)
+            self._num_changes = self.sparse.num_mask_changes
 
     @contextlib.contextmanager
     def _plain_if_refused(self) -> Iterator[None]:
@@ -216,81 +251,21 @@ class Figures:
 
     def read(self) -> dict[str, float]:
         """Return sparsity, live weights, phase, and churn: the share of live weights that the last reading had dead."""
-        sparse = self._cursor.sparse
+        sparse, born = self._cursor.sparse, 0
+        if sparse.num_mask_changes != self._num_changes:
+            before, self._masks, self._num_changes = self._masks, sparse.packed_masks(), sparse.num_mask_changes
+            for name, mask in self._masks.items():
+                born += count_bits((mask & ~before[name].to(mask.device)).cpu())
         alive = sparse.alive_by_weight()
         total = sum(alive.values())
         figures: dict[str, float] = {
             "sparsity": 1 - total / sparse.num_prunable,
             "live_weights": total,
             "phase": self._cursor.position,
-            "churn": self._born() / max(1, total),
+            "churn": born / max(1, total),
         }
         if self._by_weight:
             figures |= {f"density/{weight.name}": alive[weight.name] / weight.numel for weight in sparse.weights}
         rule = self._cursor.rule
         self.last = figures if rule is None else figures | rule.figures()
         return self.last
-
-    def _born(self) -> int:
-        """Return the number of live weights that were dead at the last reading."""
-        sparse = self._cursor.sparse
-        if sparse.num_mask_changes == self._num_changes:
-            return 0
-        before, self._masks = self._masks, sparse.packed_masks()
-        self._num_changes = sparse.num_mask_changes
-        born = (mask & ~before[name].to(mask.device) for name, mask in self._masks.items())
-        return sum(count_bits(bits.cpu()) for bits in born)
-
-
-class Copies:
-    """Copies of a model, such as moving averages, which are kept as sparse as the model itself.
-
-    An average over an edit has the live weights of both masks. So copies are masked after each edit, and after each
-    step of a rule that changes masks, such as DeepR's. A copy is found automatically if a callback keeps it as an
-    attribute: `torch.optim.swa_utils.AveragedModel`, timm's `ModelEmaV3`, or any other module with a copy of the model
-    inside. Name others with `add`.
-
-    Args:
-        are_bare: whether an attribute that is itself of the model's class is one. It may be a teacher as well.
-    """
-
-    def __init__(self, *, are_bare: bool = False) -> None:
-        self._are_bare = are_bare
-        self._added: list[nn.Module] = []
-        self._num_changes = -1
-        """How many changes of masks there had been when copies were masked last."""
-
-    def add(self, copy: nn.Module) -> None:
-        """Mask a copy from now on that is not found automatically."""
-        if not any(copy is other for other in self._added):
-            self._added.append(copy)
-        self._num_changes = -1
-
-    def check(self, sparse: SparseModel, owners: Iterable[object]) -> None:
-        """Raise if there are copies that cannot follow edits."""
-        if sparse.storage == "compact" and self._all(sparse, owners):
-            raise GrowpruneError(
-                "a callback averages the weights, but storage='compact' changes their number with each edit: use "
-                "storage='masked'"
-            )
-
-    def follow(self, sparse: SparseModel, owners: Iterable[object]) -> None:
-        """If masks have changed, by an edit or by a rule, make all copies as sparse as it is.
-
-        Args:
-            owners: what may have copies as attributes.
-        """
-        if sparse.num_mask_changes == self._num_changes:
-            return
-        self.check(sparse, owners)
-        for copy in self._all(sparse, owners):
-            sparse.mask_copy(copy)
-        self._num_changes = sparse.num_mask_changes
-
-    def _all(self, sparse: SparseModel, owners: Iterable[object]) -> list[nn.Module]:
-        """Return the added copies, and modules that are like the model: of its class, with the same names."""
-        model, names = sparse.model, {weight.parameter for weight in sparse.weights}
-        values = [value for owner in owners for value in vars(owner).values() if isinstance(value, nn.Module)]
-        inside = [inner for v in values if v is not model for inner in v.modules() if self._are_bare or inner is not v]
-        alike = [inner for inner in inside if isinstance(inner, type(model)) and inner is not model]
-        return [*self._added, *(inner for inner in alike if names <= dict(inner.named_parameters()).keys())]

@@ -74,10 +74,8 @@ def left_out(model: nn.Module, folder: Path) -> Part:
     adapters only these.
     """
     first = first_names(model)
-    saved = {first.get(name, name) for file in folder.glob("*.safetensors") for name in _names_in(file)}
+    saved = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            saved |= {first.get(name, name) for name in opened.keys()}  # noqa: SIM118  it is no dict
     return Part("left out", tuple(name for name in dict.fromkeys(first.values()) if name not in saved))
-
-
-def _names_in(file: Path) -> list[str]:
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())

@@ -112,7 +112,7 @@ class GrowPrune(SparseCallback, Callback):
         self._check_place(total, trainer.global_step, functools.partial(remedy, trainer, per_epoch))
         with self._plain_if_refused():
             self._schedules.check(self.cursor)
-            self._copies.check(self.sparse, callbacks_of(trainer))
+            self._check_copies(callbacks_of(trainer))
             if not self._scores_first:
                 self._begin(trainer)
         # the first, so that others find what it logs; a new list, since the old one is being called
@@ -193,7 +193,7 @@ class GrowPrune(SparseCallback, Callback):
         """Let copies follow edits of the masks. Return whether figures are to be read again."""
         num_edits = self.sparse.editor.num_edits
         is_edited, self._num_edits = num_edits != self._num_edits, num_edits
-        self._copies.follow(self.sparse, callbacks_of(trainer))
+        self._mask_copies(callbacks_of(trainer))
         every = vars(trainer)["log_every_n_steps"]
         return is_edited or (self.cursor.rule is not None and trainer.global_step % every == 0)
 

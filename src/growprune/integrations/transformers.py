@@ -112,7 +112,8 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         if self._sparsifier is None:
             lengths = {"iterations": state.max_steps, "iterations_per_epoch": per_epoch}
             self._sparsifier = self._make(trainer, model, optimizer, loader=loader, **lengths)
-        is_restarting = not self.cursor.is_over and has_restarts(self.cursor)
+        restarts = any(scheduled.phase.restart for scheduled in self.cursor.schedule)
+        is_restarting = restarts and not self.cursor.is_over
         with self._plain_if_refused():
             self._check_place(state.max_steps, state.global_step, functools.partial(remedy, args, per_epoch))
             if is_restarting and not (type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler):
@@ -120,7 +121,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
                     f"each phase of {self.settings.name} restarts the learning-rate schedule, which only works with "
                     f"the schedules of TrainingArguments, not your own: give GrowPruneCallback restart=False"
                 )
-            self._copies.check(self.sparse, callbacks)
+            self._check_copies(callbacks)
             self.sparsifier.begin([optimizer])
         if is_restarting:
             restart_rates(args, trainer.lr_scheduler, self.cursor)
@@ -132,7 +133,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         others = [other for other in callbacks if other is not self and not isinstance(other, _Last)]
         callbacks[:] = [self, *others, _Last(self, trainer)]
         state.stateful_callbacks.setdefault(_Last.__name__, {})
-        self._copies.follow(self.sparse, callbacks)
+        self._mask_copies(callbacks)
         self.is_training = True
 
     def _check_model(self, model: Any) -> None:
@@ -150,13 +151,13 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse copies that other callbacks have made when the training began."""
-        self._copies.check(self.sparse, self._others)
+        self._check_copies(self._others)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finish the plan at the last step, if a gradient scaler has skipped some. Let copies follow edits."""
         if not self.cursor.is_over and state.global_step >= state.max_steps:
             self.cursor.advance(self.cursor.num_iterations)
-        self._copies.follow(self.sparse, self._others)
+        self._mask_copies(self._others)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add figures to what is logged of the training."""
@@ -296,10 +297,6 @@ def remedy(args: Any, per_epoch: int | None, steps: int) -> str:
 
 
 # Learning rates: each phase that restarts has the whole schedule
-
-
-def has_restarts(cursor: Cursor) -> bool:
-    return any(scheduled.phase.restart for scheduled in cursor.schedule)
 
 
 def restart_rates(args: Any, scheduler: Any, cursor: Cursor) -> None:

@@ -68,13 +68,10 @@ class StandingRows:
         if event["event"] == "epoch" and iteration is not None:
             key = event["stage"], branch, iteration
             self._rows.pop(key, None)
-            self._rows[key] = Row(*key, event.get("time") or time.time(), dict(_figures(event)))
-
-
-def _figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    yield from ((name, event.get(name)) for name in PLAIN)
-    for group, prefix in GROUPS.items():
-        yield from ((f"{prefix}/{name}", value) for name, value in (event.get(group) or {}).items())
+            figures = {name: event.get(name) for name in PLAIN}
+            for group, prefix in GROUPS.items():
+                figures |= {f"{prefix}/{name}": value for name, value in (event.get(group) or {}).items()}
+            self._rows[key] = Row(*key, event.get("time") or time.time(), figures)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -30,18 +30,15 @@ class Writer:
                 path.unlink()
             self._written = []
         for row in rows[len(self._written) :]:
-            self._add(row)
+            if row.branch not in self._open:
+                below = "" if row.branch is None else f"branch-{row.branch}"
+                self._open[row.branch] = self._module.SummaryWriter(str(self._folder / below))
+            for name, value in row.figures.items():
+                if value is not None and name not in NOT_DRAWN:
+                    self._open[row.branch].add_scalar(name, value, row.iteration, walltime=row.time)
         self._written = [*rows]
         for writer in self._open.values():
             writer.flush()  # so that a kill loses nothing
-
-    def _add(self, row: Row) -> None:
-        if row.branch not in self._open:
-            below = "" if row.branch is None else f"branch-{row.branch}"
-            self._open[row.branch] = self._module.SummaryWriter(str(self._folder / below))
-        for name, value in row.figures.items():
-            if value is not None and name not in NOT_DRAWN:
-                self._open[row.branch].add_scalar(name, value, row.iteration, walltime=row.time)
 
     def close(self) -> None:
         for writer in self._open.values():

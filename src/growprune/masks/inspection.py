@@ -203,14 +203,17 @@ def signs_of_training(model: nn.Module, weights: Sequence[Weight]) -> str | None
     Args:
         weights: the prunable weights. Others, such as a head tied to an embedding, may be initialised otherwise.
     """
+    has_norms = False
     for module in model.modules():
         if getattr(getattr(module, "config", None), "_name_or_path", None):
             return "loaded by from_pretrained"
-        if is_norm(module) and any(map(_has_moved, module.parameters(recurse=False))):
-            return "its norms differ from their initial values"
+        if is_norm(module):
+            has_norms = True
+            if any(map(_has_moved, module.parameters(recurse=False))):
+                return "its norms differ from their initial values"
         if _has_moved(getattr(module, "running_mean", None)):
             return "its BatchNorm statistics have changed"
-    if any(map(is_norm, model.modules())):
+    if has_norms:
         return None
     modules = [model.get_submodule(weight.parameter.rpartition(".")[0]) for weight in weights]
     return "its weights do not look like initial weights" if any(map(_is_moved_layer, modules)) else None

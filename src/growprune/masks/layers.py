@@ -184,7 +184,19 @@ def registered(module: Any, shapes: Shapes) -> Sequence[Weight]:
     weights: list[Weight] = []
     for name, axes in REGISTERED[kind].items() if kind is not None else ():
         if name in shapes:
-            weights += _matrices(module, name, shapes[name], axes)
+            words, shape = axes.split(), shapes[name]
+            num_axes = len(words) - (words[-1] == "...")
+            if len(shape) < num_axes or (len(shape) > num_axes and words[-1] != "..."):
+                raise GrowpruneError(
+                    f"{type(module).__name__} was registered with {name}={axes!r}, but {name} has shape {shape}: name "
+                    f"all of its axes"
+                )
+            transposed = words.index("in") < words.index("out")
+            if words[0] == "stack":
+                stack = range(shape[0])
+                weights += [Weight(f"{name}[{i}]", name, shape[1:], (i, i + 1), transposed) for i in stack]
+            else:
+                weights.append(Weight(name, name, shape, transposed=transposed))
         elif vars(module).get("_parameters", {}).get(name, module) is not None:  # None is a weight that is switched off
             has = ", ".join(name for name, _ in module.named_parameters(recurse=False)) or "none"
             raise GrowpruneError(
@@ -192,20 +204,6 @@ def registered(module: Any, shapes: Shapes) -> Sequence[Weight]:
                 f"more dimensions; its parameters: {has}"
             )
     return weights
-
-
-def _matrices(module: Any, name: str, shape: tuple[int, ...], axes: str) -> list[Weight]:
-    words = axes.split()
-    num_axes = len(words) - (words[-1] == "...")
-    if len(shape) < num_axes or (len(shape) > num_axes and words[-1] != "..."):
-        raise GrowpruneError(
-            f"{type(module).__name__} was registered with {name}={axes!r}, but {name} has shape {shape}: name all of "
-            f"its axes"
-        )
-    transposed = words.index("in") < words.index("out")
-    if words[0] != "stack":
-        return [Weight(name, name, shape, transposed=transposed)]
-    return [Weight(f"{name}[{i}]", name, shape[1:], (i, i + 1), transposed) for i in range(shape[0])]
 
 
 LAYERS: dict[str, Layer] = {
@@ -268,6 +266,8 @@ def layer_weights(model: Any) -> dict[str, list[Weight]]:
     found: list[tuple[str, Any, Sequence[Weight]]] = []
     seen = adapter_parameters(model)
     for path, module in model.named_modules():
+        if not module._parameters:
+            continue
         weights = own_weights(module)
         names = {weight.parameter for weight in weights}
         # what also belongs to a module that is no layer stays dense, as a tied embedding does
@@ -300,7 +300,7 @@ def prunable_weights(
     weights = [w for ws in (layer_weights(model) if layers is None else layers).values() for w in ws]
     weights += _included(model, include, {w.parameter for w in weights})
     first = first_names(model)
-    names = [*first, *(w.name for w in weights), *computed_weights(model)]
+    names = [*first, *[w.name for w in weights], *computed_weights(model)]
     dense = {first.get(name, name) for _, found in _match_all(keep_dense, names, "keep_dense") for name in found}
     kept = tuple([w for w in weights if w.name not in dense and w.parameter not in dense])
     if not kept:

@@ -80,18 +80,26 @@ class Partition:
         A tensor belongs to its longest prefix. A tensor without a part is an error, and so is a prefix that matches no
         tensor.
         """
-        prefixes = [as_names(names, f"part {i}") for i, names in enumerate(prefixes)]
+        prefixes = [as_names(listed, f"part {i}") for i, listed in enumerate(prefixes)]
         owner_of: dict[str, int] = {}
-        for i, names in enumerate(prefixes):
-            for prefix in names:
+        for i, listed in enumerate(prefixes):
+            for prefix in listed:
                 if prefix in owner_of:
                     raise GrowpruneError(
                         f"prefix {prefix!r} is in part {owner_of[prefix]} and in part {i}: list it only once"
                     )
                 owner_of[prefix] = i
-        _check_prefixes(model, owner_of)
+        names = _tensor_names(model)
+        known = [*names, *first_names(model)]
+        for prefix in owner_of:
+            if not any(matches(name, prefix) for name in known):
+                modules = [path for path, module in model.named_modules() if path and [*module.parameters()]]
+                near = difflib.get_close_matches(prefix, [*modules, *known])
+                has = f"the model has {few(modules or known)}"
+                hint = f"did you mean {' or '.join(map(repr, near))}?" if near else has
+                raise GrowpruneError(f"prefix {prefix!r} matches no parameter or buffer of the model; {hint}")
         tensors: list[list[str]] = [[] for _ in prefixes]
-        for name in _tensor_names(model):
+        for name in names:
             found = [prefix for prefix in owner_of if matches(name, prefix)]
             if not found:
                 raise GrowpruneError(
@@ -194,17 +202,6 @@ def blocks_of(model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[s
     units = dict.fromkeys(_blocks(model, "", _layers(model, keep_dense, include), is_root=True))
     weights = prunable_weights(model, keep_dense=keep_dense, include=include)
     return {w.parameter: _innermost(w.parameter, units) or w.parameter for w in weights}
-
-
-def _check_prefixes(model: Any, prefixes: Iterable[str]) -> None:
-    """Raise if a prefix matches nothing, and suggest similar names."""
-    names = [*_tensor_names(model), *first_names(model)]
-    for prefix in prefixes:
-        if not any(matches(name, prefix) for name in names):
-            known = [path for path, module in model.named_modules() if path and [*module.parameters()]]
-            near = difflib.get_close_matches(prefix, [*known, *names])
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the model has {few(known or names)}"
-            raise GrowpruneError(f"prefix {prefix!r} matches no parameter or buffer of the model; {hint}")
 
 
 def _check_kappa(kappa: int, num_layers: int) -> None:

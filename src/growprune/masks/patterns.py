@@ -132,7 +132,11 @@ class Block(Folded):
 
     def score(self, matrix: Tensor) -> Tensor:
         magnitudes = matrix.abs() if matrix.dtype == torch.float64 else matrix.abs().float()
-        cells = self._cells(magnitudes)
+        rows, columns = matrix.shape
+        padded = F.pad(magnitudes, (0, -columns % self.width, 0, -rows % self.height))
+        down, across = padded.shape[0] // self.height, padded.shape[1] // self.width
+        blocks = padded.view(down, self.height, across, self.width)
+        cells = blocks.permute(1, 3, 0, 2).reshape(self.height * self.width, down, across)  # by their place in a block
         while (count := len(cells)) > 1:  # by hand: a reduction's order, and so its rounding, depends on the device
             half = -(-count // 2)
             cells[: count - half] += cells[half:]
@@ -146,14 +150,6 @@ class Block(Folded):
         blocks = groups.view(-(-rows // self.height), -(-columns // self.width))
         tall = blocks.repeat_interleave(self.height, 0)[:rows]
         return tall.repeat_interleave(self.width, 1)[:, :columns]
-
-    def _cells(self, matrix: Tensor) -> Tensor:
-        """(height*width, blocks down, blocks across): the i-th cell of every block, for each i."""
-        rows, columns = matrix.shape
-        padded = F.pad(matrix, (0, -columns % self.width, 0, -rows % self.height))
-        down, across = padded.shape[0] // self.height, padded.shape[1] // self.width
-        blocks = padded.view(down, self.height, across, self.width)
-        return blocks.permute(1, 3, 0, 2).reshape(self.height * self.width, down, across)
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ def _kept_if_few(sources: Sequence[KeyChunks]) -> list[KeyChunks]:
         def chunks() -> Iterator[Tensor]:
             nonlocal kept, left
             if kept is not None:
-                yield from (chunk.clone() for chunk in kept)
+                yield from map(torch.clone, kept)
                 return
             made: list[Tensor] = []
             for chunk in source():

@@ -81,17 +81,15 @@ def compare_command(group: Group) -> str:
         return ""
     source, data, kept = common[0]
     sparsities = sorted({in_full(row.sparsity) for row in group.sparse})
-    words = ["growprune", "compare", source, *data, "--methods", ",".join({_typed_row(run): 0 for run in runs})]
+    typed: dict[str, None] = {}  # the rows, where a method of the user is path.py:function
+    for run in runs:
+        row, method = str(run.origin["row"]), str((run.origin.get("settings") or {}).get("method", ""))
+        path, colon, function = method.rpartition(":")
+        typed[f"{PurePath(path).name}:{row}" if colon and row.startswith(function) else row] = None
+    words = ["growprune", "compare", source, *data, "--methods", ",".join(typed)]
     words += ["--sparsities", ",".join(sparsities)] if sparsities else []
     words += ["--seeds", ",".join(map(str, sorted({run.seed for run in runs}))), "--epochs", f"{epochs.pop():g}"]
     return shlex.join([*words, *(word for key, value in kept.items() for word in ("--set", f"{key}={value}"))])
-
-
-def _typed_row(run: Record) -> str:
-    """The row of a run as typed for `growprune compare`, where a method of the user is path.py:function."""
-    row, method = str(run.origin["row"]), str((run.origin.get("settings") or {}).get("method", ""))
-    path, colon, function = method.rpartition(":")
-    return f"{PurePath(path).name}:{row}" if colon and row.startswith(function) else row
 
 
 def _said(record: Record) -> tuple[str, list[str], dict[str, Any]]:

@@ -146,26 +146,26 @@ class Comparison:
 
     def to_dict(self) -> Json:
         """The content of comparison.json. nan and infinity become null."""
-        found = {
+        found: Json = {
             **{"format": FORMAT, "base": self.base, "budget": self.budget, "metric": self.metric.name},
             **{"lower_is_better": self.metric.lower_is_better, "notes": self.notes, "errors": self.errors},
-            "rows": [self._row(row) for row in self.rows],
+            "rows": [],
         }
+        for row in self.rows:
+            runs = []
+            for run in row.runs:
+                about = {"seed": run.seed, "folder": str(run.folder), "status": run.status}
+                about["error"] = run.why if run.status == "failed" else ""
+                figures = {name: row.value(run, name) for name in FIGURES} if run.is_finished else {}
+                runs.append({**about, **figures})
+            whole = {
+                **{"name": row.name, "method": row.method, "allocation": str(row.first.recipe.get("allocation", ""))},
+                "options": dict(row.first.recipe.get("options") or {}),
+                **{"sparsity": row.sparsity, "epochs": self.epochs(row), "runs": runs, "summary": self.summary(row)},
+                **{"small": row.small or None, "tuning": row.tuning or None},
+            }
+            found["rows"].append(whole)
         return finite(found)  # type: ignore[no-any-return]
-
-    def _row(self, row: RunRow) -> Json:
-        runs = []
-        for run in row.runs:
-            about = {"seed": run.seed, "folder": str(run.folder), "status": run.status}
-            about["error"] = run.why if run.status == "failed" else ""
-            figures = {name: row.value(run, name) for name in FIGURES} if run.is_finished else {}
-            runs.append({**about, **figures})
-        return {
-            **{"name": row.name, "method": row.method, "allocation": str(row.first.recipe.get("allocation", ""))},
-            "options": dict(row.first.recipe.get("options") or {}),
-            **{"sparsity": row.sparsity, "epochs": self.epochs(row), "runs": runs, "summary": self.summary(row)},
-            **{"small": row.small or None, "tuning": row.tuning or None},
-        }
 
     def summary(self, row: RunRow) -> Json:
         """The columns of a row as numbers."""

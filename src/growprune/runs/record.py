@@ -24,14 +24,7 @@ from growprune.runs.result import NAMES, Json, Metric, Result
 RESULTS = "results.json"
 """Name of the file."""
 PACKED_FORMAT = 1
-_NAMES: disk.Names = {
-    "format": int,
-    "shared": dict,
-    "runs": dict,
-    "runs.*": dict,
-    "tunings": dict,
-    "tunings.*": dict,
-}
+_NAMES: disk.Names = {"format": int, "shared": dict, "runs": dict, "runs.*": dict, "tunings": dict, "tunings.*": dict}
 _ENTRY: Json = {"branch": None, "stage": 0, "edits": ""}
 """What an entry of the history is if its columns were left out."""
 

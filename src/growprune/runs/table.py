@@ -327,9 +327,9 @@ class RunRow:
     def spread(self, figure: str) -> Spread:
         return Spread.of([*self.values(figure).values()])
 
-    def minus(self, other: RunRow, figure: str = "test") -> Gap | None:
-        """The difference to another row, paired by seed: on test data, if nothing else is said."""
-        return paired(self.values(figure), other.values(figure))
+    def minus(self, other: RunRow) -> Gap | None:
+        """The difference to another row on test data, paired by seed."""
+        return paired(self.values("test"), other.values("test"))
 
 
 # Rows and their names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -15,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from growprune.errors import GrowpruneError
-from growprune.masks.bits import pack
 from growprune.sharding.handles import Handle, Ranks, groups_of, handles_of, reshard
+from growprune.sparse.stepper import first_to_differ
 from growprune.storage.compact import Compact, set_layout
 from growprune.storage.compact_layers import hand_over
 from growprune.storage.kernels import Layout
@@ -81,8 +80,8 @@ class UnitByUnit:
 
     def check_random_state(self) -> None:
         """Raise on all ranks if their random states differ."""
-        mine = torch.tensor([_digest(torch.get_rng_state().numpy().tobytes() + str(torch.initial_seed()).encode())])
-        if differing := _first_to_differ(mine, self.ranks):
+        mine = torch.get_rng_state().numpy().tobytes() + str(torch.initial_seed()).encode()
+        if differing := first_to_differ([mine], self.device, self.ranks.group):
             raise GrowpruneError(
                 f"rank {differing[0]} has another random state than rank 0: call torch.manual_seed with the same seed "
                 f"on all ranks before the model is built"
@@ -176,26 +175,12 @@ def _check_storage(storage: str) -> None:
 
 def _check_masks(sparse: SparseModel, ranks: Ranks) -> None:
     """Raise on all ranks if their masks differ, because their shards would belong to different weights."""
-    mine = torch.tensor([_digest(pack(p.mask()).cpu().numpy().tobytes()) for p in sparse.stored.values()])
-    if differing := _first_to_differ(mine, ranks):
+    mine = [mask.cpu().numpy().tobytes() for mask in sparse.packed_masks().values()]
+    if differing := first_to_differ(mine, ranks.device, ranks.group):
         raise GrowpruneError(
             f"rank {differing[0]} has another mask of {list(sparse.stored)[differing[1]]} than rank 0: use the same "
             f"seed and edits on all ranks before sharding"
         )
-
-
-def _first_to_differ(mine: Tensor, ranks: Ranks) -> tuple[int, int] | None:
-    """Return the first rank that differs from rank 0, and the index of the difference; None if all agree."""
-    rows = ranks.all_gather(mine[None], ranks.size).tolist()
-    for rank, row in zip(distributed.get_process_group_ranks(ranks.group), rows, strict=True):
-        for place, (own, first) in enumerate(zip(row, rows[0], strict=True)):
-            if own != first:
-                return rank, place
-    return None
-
-
-def _digest(octets: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(octets).digest()[:8], "little", signed=True)
 
 
 class ShardedCompact(Compact):
@@ -268,21 +253,17 @@ class ShardedCompact(Compact):
     def _listen(self) -> None:
         if self._layout is not None:
             self._layout.recorder = weakref.ref(self)
-        elif self.handle.gathered is not None:
-            self._hook(self.handle.gathered)
+        elif (gathered := self.handle.gathered) is not None:
+            if self._hooked is None or self._hooked() is not gathered:  # of each backward pass, before it is added up
+                me = weakref.ref(self)
+                gathered.register_hook(lambda gradient: hand_over(me(), gradient))  # type: ignore[no-untyped-call]
+                self._hooked = weakref.ref(gathered)
         else:  # there will be one when the unit is gathered for the first time
-            me = weakref.ref(self)
+            later = weakref.ref(self)
 
             def hook_now(*_: Any) -> None:
                 handle.remove()
-                if (own := me()) is not None and own._record is not None:
+                if (own := later()) is not None and own._record is not None:
                     own._listen()
 
             handle = self.handle.unit.register_forward_pre_hook(hook_now)
-
-    def _hook(self, gathered: nn.Parameter) -> None:
-        """Record the gradient of each backward pass before it is accumulated."""
-        if self._hooked is None or self._hooked() is not gathered:
-            me = weakref.ref(self)
-            gathered.register_hook(lambda gradient: hand_over(me(), gradient))  # type: ignore[no-untyped-call]
-            self._hooked = weakref.ref(gathered)

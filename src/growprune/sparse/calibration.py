@@ -80,25 +80,22 @@ class Patches:
 Source: TypeAlias = Rows | Patches
 
 Factors: TypeAlias = Iterator[tuple[Tensor, Source]]
-"""What may be a weight, and the input if it is one."""
-
-Operands: TypeAlias = Iterator[tuple[Tensor, Callable[[], Factors]]]
-"""Operands that may hold weights, each with a function that walks its weights and their inputs."""
+"""What may be a weight, and its input if it is one."""
 
 
-def _product(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Operands:
-    yield b, lambda: iter([(b, Rows(a))])
-    yield a, lambda: iter([(a, Rows(b.mT))])
+def _product(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Factors:
+    yield b, Rows(a)
+    yield a, Rows(b.mT)
 
 
-def _products(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Operands:
+def _products(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Factors:
     """Several products of matrices at once: each weight its own, or one that is repeated."""
-    yield b, lambda: ((b[i], Rows(a[i])) for i in range(len(a)))
-    yield a, lambda: ((a[i], Rows(b[i].mT)) for i in range(len(a)))
+    for one, other in zip(a, b, strict=True):
+        yield from _product(one, other)
 
 
-def _vector_product(a: Tensor, x: Tensor, *rest: Any, **options: Any) -> Operands:
-    yield a, lambda: iter([(a, Rows(x.unsqueeze(0)))])
+def _vector_product(a: Tensor, x: Tensor, *rest: Any, **options: Any) -> Factors:
+    yield a, Rows(x.unsqueeze(0))
 
 
 def _added(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,16 +103,16 @@ def _added(read: Callable[..., Any]) -> Callable[..., Any]:
     return lambda added, *args, **options: read(*args, **options)
 
 
-def _linear(x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Operands:
-    yield weight, lambda: iter([(weight, Rows(x.reshape(-1, x.shape[-1])))])
+def _linear(x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Factors:
+    yield weight, Rows(x.reshape(-1, x.shape[-1]))
 
 
-def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **options: Any) -> Operands:
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **options: Any) -> Factors:
     """The experts of a mixture at once: rows that are sorted by expert, and where those of each end."""
     if a.dim() == 3 and b.dim() == 3:
         yield from _products(a, b)
     elif offs is not None and a.dim() == 2 and b.dim() == 3:
-        yield b, lambda: ((b[i], Rows(a[s:e])) for i, (s, e) in enumerate(pairwise([0, *offs.tolist()])))
+        yield from ((b[i], Rows(a[s:e])) for i, (s, e) in enumerate(pairwise([0, *offs.tolist()])))
 
 
 def _convolution(
@@ -128,12 +125,12 @@ def _convolution(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
-) -> Operands:
+) -> Factors:
     if not transposed:  # a transposed convolution counts as not reached
-        yield weight, lambda: iter([(weight, Patches(x, tuple(weight.shape[2:]), stride, padding, dilation, groups))])
+        yield weight, Patches(x, tuple(weight.shape[2:]), stride, padding, dilation, groups)
 
 
-PRODUCTS: dict[str, Callable[..., Operands]] = {
+PRODUCTS: dict[str, Callable[..., Factors]] = {
     "aten::mm": _product,
     "aten::addmm": _added(_product),
     "aten::_addmm_activation": _added(_product),
@@ -146,7 +143,7 @@ PRODUCTS: dict[str, Callable[..., Operands]] = {
     "transformers::grouped_mm_fallback": _grouped,
     "aten::convolution": _convolution,
 }
-"""How the operands of each operation are read, by its name."""
+"""How the operands of each operation are read, by its name. One of them is a weight."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -166,14 +163,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch give
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         called = func._schema.name if hasattr(func, "_schema") else ""
-        for operand, factors in PRODUCTS[called](*args, **kwargs) if called in PRODUCTS else ():
-            for factor, source in factors() if operand in self._memory else ():
-                name, first, end = self._memory.range_of(factor)
-                for weight in self._weights[name]:
-                    row = weight.numel // (weight.rows[1] - weight.rows[0]) if weight.rows else 0
-                    # it lies in the memory of the factor, at least in part
-                    if weight.rows is None or (weight.rows[0] * row < end and first < weight.rows[1] * row):
-                        self._see(weight, source)
+        is_known = called in PRODUCTS and any(operand in self._memory for operand in args)
+        for factor, source in PRODUCTS[called](*args, **kwargs) if is_known else ():
+            name, first, end = self._memory.range_of(factor) if factor in self._memory else ("", 0, 0)
+            for weight in self._weights.get(name, ()):
+                row = weight.numel // (weight.rows[1] - weight.rows[0]) if weight.rows else 0
+                # it lies in the memory of the factor, at least in part
+                if weight.rows is None or (weight.rows[0] * row < end and first < weight.rows[1] * row):
+                    self._see(weight, source)
         out = func(*args, **kwargs)
         self._memory.note(called, tree_leaves((args, kwargs)), out)
         return out
@@ -194,7 +191,9 @@ def read_batches(batches: Iterable[Any] | None) -> list[Any]:
     kept, size = [], 0
     for batch in batches:
         kept.append(batch)
-        size += sum(leaf.nbytes for leaf in _tensors(batch))
+        # a mapping of another library, such as that of transformers' tokenizers, is a leaf to torch
+        leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+        size += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         if size > LIMIT:
             raise GrowpruneError(
                 f"calibration has more than {LIMIT >> 30} GiB in {len(kept)} batches, which are kept in memory. A few "
@@ -338,9 +337,3 @@ def looking_only(model: nn.Module) -> Iterator[None]:
 def _fits(weight: Weight, source: Source) -> bool:
     """True if an input has as many columns as the weight. A product with only some of them is not informative."""
     return source.columns == matrix_shape(weight)[1]
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    # a mapping of another library, such as that of transformers' tokenizers, is a leaf to torch
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

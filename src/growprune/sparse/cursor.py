@@ -237,18 +237,15 @@ class Cursor:
         """Leave the current phase and enter the next, with its edits; None if there is none."""
         if self.current is not None:
             self._on_leave(self.current)
-        return self._enter_following(start)
-
-    def _enter_following(self, start: int | None) -> ScheduledPhase | None:
-        if self.position + 1 < len(self.schedule):
-            before, self.start = self.start, self.iteration if start is None else start
-            try:
-                self._enter(self.schedule[self.position + 1])
-            except GrowpruneError:
-                self.start = before
-                raise
-        else:
+        if self.position + 1 == len(self.schedule):
             self.end()
+            return None
+        before, self.start = self.start, self.iteration if start is None else start
+        try:
+            self._enter(self.schedule[self.position + 1])
+        except GrowpruneError:
+            self.start = before
+            raise
         return self.current
 
     def end(self) -> None:

@@ -248,11 +248,6 @@ class Editor:
             with torch.no_grad():
                 for name in before:
                     self._stored[name].parameter.mul_(math.sqrt(before[name] / max(1, after[name])))
-        self._warn_of_floor(pools, left)
-        self.warn_of_dead([weight for weight in weights if not left[weight.name]], pools)
-
-    def _warn_of_floor(self, pools: Sequence[Pool], left: Mapping[str, int]) -> None:
-        """Warn once about each layer that a ranking would prune below its floor."""
         floors = [(w, least) for pool in pools for w, least in zip(pool.weights, pool.least, strict=False)]
         if new := [w for w, least in floors if 0 < left[w.name] == least and w.name not in self._warned_of]:
             self._warned_of |= {weight.name for weight in new}
@@ -261,6 +256,7 @@ class Editor:
                 f"'uniform' leaves there, because other layers have larger weights (as with higher learning rates): "
                 f"use allocation='erk' or 'uniform', or the same learning rate for all layers"
             )
+        self.warn_of_dead([weight for weight in weights if not left[weight.name]], pools)
 
     def warn_of_dead(self, dead: Sequence[Weight], pools: Sequence[Pool]) -> None:
         """Warn once about each layer that has no live weight left."""

@@ -115,9 +115,31 @@ def _fill(
     places = Counter(id(tensor) for _, tensor in named)
     tied: dict[int, Tensor | None] = {key: None for key, count in places.items() if count > 1}
     for path, module in _children_first(model):
-        if new := _materialise(module, device, tied):
+        new_names = []
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None or old.device.type != "meta":
+                    continue
+                new = tied.get(id(old))
+                if new is None:
+                    new = torch.full_like(old, _nothing(old.dtype), device=device)
+                    new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                    if id(old) in tied:
+                        tied[id(old)] = new
+                    new_names.append(name)
+                setattr(module, name, new)  # not past it: recurrent layers keep their parameters twice
+        if new_names:
             initialise(module)
-            _check_filled(module, path, new)
+        for name in new_names:
+            tensor = getattr(module, name)
+            if tensor.dtype is torch.bool or not tensor.numel():
+                continue
+            ends, nothing = tensor.detach().flatten()[[0, -1]], _nothing(tensor.dtype)
+            if bool((ends.isnan() if nothing != nothing else ends == nothing).all()):
+                raise GrowpruneError(
+                    f"{f'{path}.{name}' if path else name} was not initialized, not even by reset_parameters of "
+                    f"{type(module).__name__}: pass initialise=, a function that fills it"
+                )
         yield path, module
 
 
@@ -128,24 +150,6 @@ def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
     yield path, module
 
 
-def _materialise(module: nn.Module, device: torch.device, tied: dict[int, Tensor | None]) -> list[str]:
-    """Allocate a module's own tensors, tied ones once. Return the names of the new ones."""
-    new_names = []
-    for tensors in (module._parameters, module._buffers):
-        for name, old in tensors.items():
-            if old is None or old.device.type != "meta":
-                continue
-            new = tied.get(id(old))
-            if new is None:
-                new = torch.full_like(old, _nothing(old.dtype), device=device)
-                new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-                if id(old) in tied:
-                    tied[id(old)] = new
-                new_names.append(name)
-            setattr(module, name, new)  # not past it: recurrent layers keep their parameters twice
-    return new_names
-
-
 def _nothing(dtype: torch.dtype) -> float | int | bool:
     """Return a value that no initialization produces, as far as there is one."""
     if dtype is torch.bool:
@@ -153,19 +157,6 @@ def _nothing(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.nan
     return torch.iinfo(dtype).min or torch.iinfo(dtype).max
-
-
-def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
-    for name in names:
-        tensor = getattr(module, name)
-        if tensor.dtype is torch.bool or not tensor.numel():
-            continue
-        ends, nothing = tensor.detach().flatten()[[0, -1]], _nothing(tensor.dtype)
-        if bool((ends.isnan() if nothing != nothing else ends == nothing).all()):
-            raise GrowpruneError(
-                f"{f'{path}.{name}' if path else name} was not initialized, not even by reset_parameters of "
-                f"{type(module).__name__}: pass initialise=, a function that fills it"
-            )
 
 
 def _one_each(pool: Pool, sparse: SparseModel, edit: Edit, device: torch.device) -> list[Pool]:

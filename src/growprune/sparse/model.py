@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +46,7 @@ from growprune.sparse.stepper import (
     Stepper,
     check_optimizer,
     check_rates,
+    first_to_differ,
     is_replicated,
     stepper_of,
     unwrapped,
@@ -599,7 +599,13 @@ class SparseModel:
         self._check_wrapped_again()
         changes = self.editor.num_edits, 0 if self.rule is None else self.rule.num_rewirings
         if self._is_replicated and self._compared != changes:
-            self._compare_masks()
+            masks = [mask.cpu().numpy().tobytes() for mask in self.packed_masks().values()]
+            if first_to_differ(masks, next(iter(self.stored.values())).parameter.device):
+                raise GrowpruneError(
+                    f"the {distributed.get_world_size()} processes have different masks (at edit "
+                    f"{self.editor.num_edits}): start them with the same weights and the same seed, and average "
+                    f"gradients in every step"
+                )
             self._compared = changes
         has_stepped, self._has_stepped = self._has_stepped, True
         if has_stepped or self.editor.num_edits or self.storage != "masked" or self.rule is not None:
@@ -788,21 +794,6 @@ class SparseModel:
             self.add_up_gradients(summed)
             self._is_replicated = True
 
-    def _compare_masks(self) -> None:
-        """Raise, in all processes, unless all have the same masks."""
-        digest = hashlib.sha256()
-        for mask in self.packed_masks().values():
-            digest.update(mask.cpu().numpy().tobytes())
-        mine = int.from_bytes(digest.digest()[:7], "little")
-        device = next((stored.parameter.device for stored in self.stored.values()), None)
-        extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
-        distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
-        if extremes.sum().item():  # the largest digest minus the smallest
-            raise GrowpruneError(
-                f"the {distributed.get_world_size()} processes have different masks (at edit {self.editor.num_edits}): "
-                f"start them with the same weights and the same seed, and average gradients in every step"
-            )
-
     # Copies
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
@@ -979,9 +970,12 @@ class _LoadCheck:
 
 def _state_like(parameter: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """Return the state of a parameter that has its shape; not codes of quantized state, whose 0 need not be a zero."""
-    states = (optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state)
-    tensors = (entry for state in states for entry in state.values() if isinstance(entry, Tensor))
-    return [entry for entry in tensors if entry.shape == parameter.shape and entry.is_floating_point()]
+    return [
+        entry
+        for optimizer in optimizers
+        for entry in optimizer.state.get(parameter, {}).values()
+        if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.is_floating_point()
+    ]
 
 
 def _converted(

@@ -230,12 +230,6 @@ class DeeprRule(RunningRule):
             p.add_(noise.mul_(mask), alpha=math.sqrt(2 * trained[name] * temperature))
         before = {name: self._sign.pop(name) for name in masks}  # what was zero is new, and gets its sign now
         died = {name: (sign != 0) & (self.parameter(name).sign() != sign) for name, sign in before.items()}
-        self._rewire(masks, died)
-        for name in masks:
-            self._iteration[name] += 1
-        self.num_rewirings += 1
-
-    def _rewire(self, masks: Mapping[str, Tensor], died: Mapping[str, Tensor]) -> None:
         weights = [weight for weight in self.weights if weight.parameter in masks]
         counts = in_one_go([torch.count_nonzero(weight.of(died[weight.parameter])) for weight in weights])
         changed = dict.fromkeys(weight.parameter for weight, count in zip(weights, counts, strict=True) if count)
@@ -251,6 +245,9 @@ class DeeprRule(RunningRule):
                 mask.logical_or_(torch.cat(list(chosen)).view(mask.shape))
         for name in changed:
             self._own.editor.set_mask(name, masks[name])
+        for name in masks:
+            self._iteration[name] += 1
+        self.num_rewirings += 1
 
     def _salt(self, parameter: str, what: str) -> int:
         """Return the seed of a parameter's random numbers in this iteration, the same on every machine."""

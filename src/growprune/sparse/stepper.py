@@ -10,8 +10,9 @@ An optimizer of a sparse model gets its stepper from `SparseModel.attach`, or at
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -213,7 +214,9 @@ class Stepper:
                 exponent *= min(1.0, model.cursor.progress / model.lr_ramp)
             if exponent:
                 densities = model.densities()
-                factors |= {id(s.parameter): rate_factor(densities[name], exponent) for name, s in trained.items()}
+                for name, stored in trained.items():
+                    density = densities[name]
+                    factors[id(stored.parameter)] = min(CAP, density**-exponent) if density > 0 else CAP
         if all(factor == 1 for factor in factors.values()):
             return
         self._scaled = [(group, _split(group, factors)) for group in optimizer.param_groups]
@@ -376,6 +379,24 @@ def is_replicated() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
+def first_to_differ(
+    contents: Iterable[bytes], device: torch.device | str = "cpu", group: Any = None
+) -> tuple[int, int] | None:
+    """Return the first rank that differs from rank 0, and the index of the difference; None if all agree.
+
+    Every process of the group calls this. Digests are compared, so little is sent.
+    """
+    digests = [int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True) for content in contents]
+    mine = torch.tensor(digests, dtype=torch.int64, device=device)
+    all_of_them = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(all_of_them, mine, group=group)
+    first, *others = torch.stack(all_of_them).tolist()
+    for rank, row in zip(distributed.get_process_group_ranks(group)[1:], others, strict=True):
+        if row != first:
+            return rank, next(index for index, digest in enumerate(row) if digest != first[index])
+    return None
+
+
 # Learning rates: a layer of density d trains at `lr * d ** -exponent` (docs/theory.md). The stepper splits param groups
 # by rate just before a step and puts them back just after it, so schedulers and checkpoints see only the user's groups.
 
@@ -423,8 +444,3 @@ def adapts_its_rate(optimizer: Optimizer) -> bool:
     """
     is_running = any(not {"d", "weight_sum"}.isdisjoint(group) for group in optimizer.param_groups)
     return is_running and not isinstance(optimizer, Adafactor)
-
-
-def rate_factor(density: float, exponent: float) -> float:
-    """Return the factor of a layer's learning rate."""
-    return min(CAP, density**-exponent) if density > 0 else CAP

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from growprune.masks.allocation import num_kept
 from growprune.masks.bits import encode_mask, num_mask_bytes, num_outside
 from growprune.masks.layers import Weight, tensors_of
-from growprune.masks.patterns import Pattern
 from growprune.plan import prune
 from growprune.sparse.flops import count_flops
 
@@ -105,7 +102,11 @@ class Summary:
         ]
         if self.flops_dense is not None and self.flops_sparse is not None:
             footer.append(f"FLOPs of the example, in theory: {self.flops_dense:,} dense, {self.flops_sparse:,} sparse")
-        return "\n".join([*about, *_aligned([*lines, total + flops * with_flops]), *footer])
+        lines.append(total + flops * with_flops)
+        # the first two columns (strings) to the left, the others (numbers) to the right
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        template = "  ".join([f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths)])
+        return "\n".join([*about, *(template.format(*line).rstrip() for line in lines), *footer])
 
 
 def summarise(sparse: SparseModel, example: Any = None) -> Summary:
@@ -124,21 +125,39 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
     aims, counts = targets(sparse), sparse.alive_by_weight()
     flops = None if example is None else count_flops(sparse.model, example)
     rows, densities = [], {}
+    by_parameter: dict[str, list[Weight]] = {}
     for weight in sparse.weights:
+        by_parameter.setdefault(weight.parameter, []).append(weight)
         alive = counts[weight.name]
         densities[weight.name] = alive / weight.numel if weight.numel else 1.0
         dense_cost = None if flops is None else flops.by_weight[weight.name]
         sparse_cost = None if flops is None else flops.of(weight.name, densities[weight.name])
         rows.append(Row(weight.name, weight.shape, aims[weight.name], alive, dense_cost, sparse_cost))
-    dense_bytes, sparse_bytes = num_bytes(sparse)
+    bytes_dense = bytes_sparse = 0
+    for name, tensor in tensors_of(sparse.model)[0].items():
+        if name not in by_parameter:
+            bytes_dense, bytes_sparse = bytes_dense + tensor.nbytes, bytes_sparse + tensor.nbytes
+            continue
+        weights, mask = by_parameter[name], sparse.stored[name].mask()
+        alive, as_bits = int(torch.count_nonzero(mask)), num_mask_bytes(weights, sparse.pattern)
+        bytes_dense += mask.numel() * tensor.itemsize
+        bytes_sparse += alive * tensor.itemsize
+        if alive == mask.numel():  # its mask is not stored
+            continue
+        if alive - num_outside(mask.shape, weights) > as_bits // 2:  # each live weight has a gap of a byte at least
+            bytes_sparse += as_bits
+            continue
+        values = alive * tensor.itemsize
+        bits, gaps = encode_mask(mask, weights, sparse.pattern, tensor.itemsize, name, value_bytes=values)
+        bytes_sparse += (bits if gaps is None else gaps).nbytes
     sizes = {name: parameter.numel() for name, parameter in sparse.model.named_parameters()}
-    sizes |= {name: mask.numel() for name, mask in sparse.masks.items()}  # a compact parameter is shorter
+    sizes |= {name: stored.shape.numel() for name, stored in sparse.stored.items()}  # a compact parameter is shorter
     return Summary(
         rows=tuple(rows),
         target=sparse.target_sparsity,
         parameters=sum(sizes.values()),
-        bytes_dense=dense_bytes,
-        bytes_sparse=sparse_bytes,
+        bytes_dense=bytes_dense,
+        bytes_sparse=bytes_sparse,
         flops_dense=None if flops is None else flops.dense,
         flops_sparse=None if flops is None else flops.at(densities),
     )
@@ -155,43 +174,9 @@ def targets(sparse: SparseModel) -> dict[str, float | None]:
     return found
 
 
-def num_bytes(sparse: SparseModel) -> tuple[int, int]:
-    """Return the bytes of the model's tensors when dense, and in a sparse file without its header."""
-    dense = in_file = 0
-    for name, tensor in tensors_of(sparse.model)[0].items():
-        weights = [weight for weight in sparse.weights if weight.parameter == name]
-        if not weights:
-            dense += tensor.nbytes
-            in_file += tensor.nbytes
-            continue
-        mask = sparse.stored[name].mask().clone()
-        dense += mask.numel() * tensor.itemsize
-        in_file += int(torch.count_nonzero(mask)) * tensor.itemsize
-        in_file += _num_mask_bytes(mask, weights, sparse.pattern, tensor.itemsize)
-    return dense, in_file
-
-
-def _num_mask_bytes(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, itemsize: int) -> int:
-    as_bits, alive = num_mask_bytes(weights, pattern), int(torch.count_nonzero(mask))
-    if alive == mask.numel():
-        return 0
-    if alive - num_outside(mask.shape, weights) > as_bits // 2:  # each live weight has a gap of a byte at least
-        return as_bits
-    name = weights[0].parameter
-    bits, gaps = encode_mask(mask, weights, pattern, itemsize, name, value_bytes=alive * itemsize)
-    return (bits if gaps is None else gaps).nbytes
-
-
 def _numbers(size: int, target: float | None, alive: int, sparsity: float) -> list[str]:
     return [_count(size), "-" if target is None else f"{target:.4f}", _count(alive), f"{sparsity:.4f}"]
 
 
 def _count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the first two (strings) to the left, the others (numbers) to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    template = "  ".join([f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths)])
-    return [template.format(*line).rstrip() for line in lines]

@@ -22,8 +22,8 @@ def store(model: nn.Module, names: Collection[str], storage: str, pattern: Patte
     if storage not in STORAGES:
         raise GrowpruneError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
     kind = STORAGES[storage]
+    kind.check(model, names)
     for name in names:
-        kind.check(model, name)
         if (dtype := model.get_parameter(name).dtype).is_floating_point and dtype.itemsize == 1:
             raise GrowpruneError(
                 f"{name} has dtype {dtype}, which torch cannot rank, so it cannot be pruned: add it to keep_dense, or "

@@ -14,7 +14,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -60,25 +60,27 @@ class Compact(SparseParameter):
         return {**self.__dict__, "_record": None, "_listening": None}  # a copy records nothing
 
     @staticmethod
-    def check(model: nn.Module, name: str) -> None:
-        parameter = model.get_parameter(name)
-        path = name.rpartition(".")[0]
-        if isinstance(layer := model.get_submodule(path), nn.RNNBase):
-            what, instead = path or "the model", f", or keep_dense=[{path!r}]" if path else ""
-            raise GrowpruneError(
-                f"storage='compact' does not support {what} ({type(layer).__name__}): use storage='masked'{instead}"
-            )
-        if not parameter.is_floating_point():
-            raise GrowpruneError(
-                f"storage='compact' does not support {name}, which has dtype {parameter.dtype}: add it to keep_dense"
-            )
-        everywhere = [p for _, m in model.named_modules(remove_duplicate=False) for p in m._parameters.values()]
-        if sum(p is parameter for p in everywhere) > 1:
-            places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
-            raise GrowpruneError(
-                f"storage='compact' does not support {name}, which is tied to {', '.join(places[1:])}: "
-                f"use storage='masked', or add it to keep_dense"
-            )
+    def check(model: nn.Module, names: Collection[str]) -> None:
+        places: dict[int, list[str]] = {}
+        for place, parameter in model.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append(place)
+        for name in names:
+            parameter, path = model.get_parameter(name), name.rpartition(".")[0]
+            if isinstance(layer := model.get_submodule(path), nn.RNNBase):
+                what, instead = path or "the model", f", or keep_dense=[{path!r}]" if path else ""
+                raise GrowpruneError(
+                    f"storage='compact' does not support {what} ({type(layer).__name__}): use storage='masked'{instead}"
+                )
+            if not parameter.is_floating_point():
+                raise GrowpruneError(
+                    f"storage='compact' does not support {name}, which has dtype {parameter.dtype}: add it to "
+                    f"keep_dense"
+                )
+            if others := places[id(parameter)][1:]:
+                raise GrowpruneError(
+                    f"storage='compact' does not support {name}, which is tied to {', '.join(others)}: use "
+                    f"storage='masked', or add it to keep_dense"
+                )
 
     @property
     def _layout(self) -> Layout | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,9 +63,10 @@ class Masked(SparseParameter):
         return clone
 
     @staticmethod
-    def check(model: nn.Module, name: str) -> None:
-        if model.get_parameter(name).is_complex():
-            raise GrowpruneError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
+    def check(model: nn.Module, names: Collection[str]) -> None:
+        for name in names:
+            if model.get_parameter(name).is_complex():
+                raise GrowpruneError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
 
     @property
     def parameter(self) -> nn.Parameter:

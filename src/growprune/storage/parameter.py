@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,8 +38,8 @@ class SparseParameter(Protocol):
         self.shape = self.parameter.shape
 
     @staticmethod
-    def check(model: nn.Module, name: str) -> None:
-        """Raise if a parameter of a model cannot be stored this way."""
+    def check(model: nn.Module, names: Collection[str]) -> None:
+        """Raise if one of these parameters of a model cannot be stored this way."""
 
     @property
     def parameter(self) -> nn.Parameter:

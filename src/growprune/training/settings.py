@@ -554,9 +554,9 @@ dense: 3 (the layer registered last), 0 (Embedding), 50 parameters of norms and 
     others = {name: parameter for name, parameter in parameters.items() if name not in pruned | layers.keys()}
     modules = dict.fromkeys(name.rpartition(".")[0] for name, parameter in others.items() if parameter.ndim > 1)
     dense += [f"{path} ({type(model.get_submodule(path)).__name__})" for path in list(modules)[:5]]
-    small = sum(parameter.numel() for parameter in others.values() if parameter.ndim < 2)
+    small = sum([parameter.numel() for parameter in others.values() if parameter.ndim < 2])
     dense += [f"{small:,} parameters of norms and biases"] if small else []
-    total = weights + sum(parameter.numel() for name, parameter in parameters.items() if name not in pruned)
+    total = weights + sum([parameter.numel() for name, parameter in parameters.items() if name not in pruned])
     count = _num_layers(resolved.weights)
     facts = (
         f"{said.name} to sparsity {resolved.sparsity:g} in {resolved.num_iterations:,} iterations",
