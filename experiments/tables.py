@@ -366,10 +366,11 @@ def files() -> dict[Path, str]:
     compared = {study.name: study.compared() for study in STUDIES}
     made = {RESULTS / name / "comparison.md": found.to_markdown() for name, found in compared.items()}
     made |= {HERE / study / "table.md": of_recipes(study) for study in METRICS}
-    tables: dict[Path, dict[str, str]] = {DOCS / "results.md": {"summary": summary(compared)}}
+    tables: dict[Path, dict[str, str]] = {
+        DOCS / "results.md": {"summary": summary(compared), "tuned": tuned_alike(compared)}
+    }
     first_row = "".join(summary(compared).splitlines(keepends=True)[:3])
     tables[DOCS / "index.md"] = {"front": first_row}
-    tables[HERE.parent / "README.md"] = {"summary": summary(compared), "tuned": tuned_alike(compared)}
     for study in STUDIES:
         tables.setdefault(study.page, {})[study.name] = study.short(compared[study.name])
     for name, page in PAGES.items():
