@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import growprune as gp
 from growprune import By, Cursor, GrowpruneError, Partition, Phase, SparseModel, grow, prune
-from growprune.plan import walk
-from growprune.plan.phases import onward
+from growprune.plan import onward, walk
 
 
 def size(weight: Tensor) -> Tensor:

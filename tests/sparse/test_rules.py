@@ -23,8 +23,7 @@ from growprune.methods.admm import Admm
 from growprune.methods.deepr import Deepr, deepr
 from growprune.methods.dpf import Dpf, dpf
 from growprune.methods.str_ import Str, str_
-from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, method, prune, walk
-from growprune.plan.phases import fold
+from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, fold, method, prune, walk
 from growprune.recipes.digits import dense
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rules import AdmmRule, DpfRule, StrRule

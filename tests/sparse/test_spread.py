@@ -16,8 +16,7 @@ from growprune.errors import GrowpruneError
 from growprune.masks.allocation import shared_out
 from growprune.masks.partition import Partition
 from growprune.methods import dsr, granet, snfs
-from growprune.plan import By, Part, Phase, Spread, grow, prune, walk
-from growprune.plan.phases import fold
+from growprune.plan import By, Part, Phase, Spread, fold, grow, prune, walk
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from growprune.cli.app import AsJson, Data, RecipeName, Settings, one_line_errors
 from growprune.cli.screen import new_table, out, print_json, size
 from growprune.errors import GrowpruneError
-from growprune.plan.phases import Row, fold
+from growprune.plan import Row, fold
 
 if TYPE_CHECKING:
     from growprune.engine.cost import Cost

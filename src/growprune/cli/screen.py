@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from growprune.engine import Event
+    from growprune.engine.observers import Event
 
 
 def out() -> Console:

@@ -27,8 +27,7 @@ from growprune.errors import GrowpruneError, shorten
 from growprune.masks.allocation import ALLOCATIONS
 from growprune.masks.partition import PARTS, Partition
 from growprune.methods import METHODS, dense
-from growprune.plan import Plan, declaration_of
-from growprune.plan.phases import fill_lengths, plan_length
+from growprune.plan import Plan, declaration_of, fill_lengths, plan_length
 from growprune.plan.settings import check_counts, is_number
 from growprune.runs.record import DENSE, EQUAL, SMALL_DENSE, small_name
 from growprune.sparse.flops import Flops, count_flops

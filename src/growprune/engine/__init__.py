@@ -13,20 +13,7 @@ mesh.py       several processes; replicas.py: BatchNorm over replicas
 from growprune.engine.folder import RunFolder
 from growprune.engine.loop import Interrupted, Run, resume, train
 from growprune.engine.mesh import PeerFailed, leave
-from growprune.engine.observers import Event, Listener
 from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import TrainingDiverged
 
-__all__ = [
-    "Event",
-    "Interrupted",
-    "Listener",
-    "PeerFailed",
-    "Recipe",
-    "Run",
-    "RunFolder",
-    "TrainingDiverged",
-    "leave",
-    "resume",
-    "train",
-]
+__all__ = ["Interrupted", "PeerFailed", "Recipe", "Run", "RunFolder", "TrainingDiverged", "leave", "resume", "train"]

@@ -20,8 +20,7 @@ from growprune.errors import GrowpruneError, shorten
 from growprune.files import checkpoint, disk
 from growprune.files.disk import finite
 from growprune.files.reader import open_sparse
-from growprune.plan import Plan, ScheduledPhase, walk
-from growprune.plan.phases import Row, fold
+from growprune.plan import Plan, Row, ScheduledPhase, fold, walk
 from growprune.runs.record import FORMAT, origin_of, read_recipe
 from growprune.runs.result import Result
 from growprune.runs.table import MAY_CHANGE, flat

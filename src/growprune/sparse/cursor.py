@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from growprune.errors import GrowpruneError
-from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, declaration_of, next_edits, walk
-from growprune.plan.phases import onward
+from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, declaration_of, next_edits, onward, walk
 from growprune.plan.settings import as_float, check_counts, check_state, plain
 from growprune.sparse.model import SparseModel, check_sparse_model, sparse_model_of
 from growprune.sparse.rules import RunningRule, running

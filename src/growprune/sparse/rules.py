@@ -1,6 +1,6 @@
 """Rules: what a phase does in each iteration besides the optimizer's step.
 
-A method names a rule with a value (a `Rule`, see plan/phases.py). The classes here run them on a model, around each
+A method names a rule with a value (a `Rule`, see growprune.plan). The classes here run them on a model, around each
 step of an attached optimizer. To add one: its class, and a line in `RULES`.
 """
 

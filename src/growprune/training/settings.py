@@ -25,8 +25,18 @@ from growprune.masks.layers import Layers, Weight, few, frozen_layers, is_normal
 from growprune.masks.partition import PARTS, Partition, PartitionConfig, parse_parts
 from growprune.masks.patterns import NofM, parse_pattern
 from growprune.methods import find_method
-from growprune.plan import Action, By, Declaration, InitialMask, Part, Plan, declaration_of, walk
-from growprune.plan.phases import fill_lengths, plan_length
+from growprune.plan import (
+    Action,
+    By,
+    Declaration,
+    InitialMask,
+    Part,
+    Plan,
+    declaration_of,
+    fill_lengths,
+    plan_length,
+    walk,
+)
 from growprune.plan.settings import (
     as_names,
     as_seed,
