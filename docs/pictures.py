@@ -65,7 +65,7 @@ def up(share: float) -> float:
 def legend() -> list[str]:
     body = [text(LEFT, 20, "non-zero weights:")]
     for number, (density, words) in enumerate(((1.0, "all (grown)"), (0.5, "half"), (0.1, "10 %"))):
-        x = LEFT + 134 + (0, 118, 194)[number]
+        x = LEFT + 150 + (0, 122, 200)[number]
         body += [f'<rect x="{x}" y="6" width="18" height="18" {shade(density)}/>', text(x + 24, 20, words)]
     return body
 
@@ -163,7 +163,7 @@ def storage() -> str:
     row = values[mask].unsqueeze(0)
     body = [text(2, 16, "masked: all values, and the mask"), *matrix(2, 26, values, mask.int(), 21)]
     body += matrix(150, 26, torch.ones_like(values) * 0.6, mask.int(), 21)
-    body += [text(308, 16, "compact: non-zero values, and bits")]
+    body += [text(308, 16, "compact: values and bits")]
     body += matrix(308, 26, row, torch.ones_like(row).int(), 20)
     bits = ["".join(str(int(bit)) for bit in line) for line in mask]
     body += [text(308, 74 + 20 * n, "  ".join(bits[2 * n : 2 * n + 2]), size=15) for n in range(3)]

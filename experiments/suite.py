@@ -393,7 +393,7 @@ def check_data(runs: Sequence[Run], data: Path | None) -> Path:
     if lacking:
         where = "--data is missing" if data is None else f"{data} has no {', '.join(lacking)}"
         raise GrowpruneError(
-            f"{where}. Give a folder with {', '.join(needed)}; docs/tasks.md, Data, says what they hold, and "
+            f"{where}. Give a folder with {', '.join(needed)}; docs/paper.md, Data, says what they hold, and "
             f"experiments/README.md where to get them"
         )
     return Path() if data is None else data.resolve()
