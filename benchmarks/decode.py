@@ -40,8 +40,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMATS: dict[str, Callable[[SparseMatrix], LaneMatrix]] = {
     "offsets": lambda entries: lane_matrix(entries, lanes=16),
     "offsets, runs of 8": lambda entries: lane_matrix(entries, lanes=8),
-    "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
-    "columns, runs of 32": lambda entries: lane_matrix(entries, lanes=32, has_offsets=False),
 }
 MORE_TILES = (
     *TILES,
@@ -309,7 +307,7 @@ def model_row(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     x = torch.randn(options.batch, d, device=DEVICE, dtype=torch.bfloat16)
     fast = deploy_on_gpu(dense, Example.of(x), device=DEVICE, seconds=0.5 if options.small else 20.0, known={})
     report.say("\n".join(str(fast.table).splitlines()[:5]))
-    report.say("\n".join(f"{row.layer}: {row.format} {row.tile}" for row in fast.table[:4]))
+    report.say("\n".join(f"{row.layer}: {row.choice} {row.tile}" for row in fast.table[:4]))
     error = relative(fast(x), dense(x).float())
     taken = {name: step_us(net, x) for name, net in (("dense", dense), ("sparse", fast), ("dense again", dense))}
     for name, us in taken.items():

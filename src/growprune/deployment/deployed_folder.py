@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from growprune.deployment.cpu.library import Tile, cpu_model
-from growprune.deployment.cuda.formats import DENSE, FORMATS
 from growprune.deployment.cuda.products import Tile as GpuTile
 from growprune.deployment.example import Example
 from growprune.deployment.layer_table import Row, Table
@@ -34,7 +33,7 @@ from growprune.masks.inspection import masks_of_zeros
 from growprune.sparse.model import SparseModel
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
-FORMAT = 2
+FORMAT = 3
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of JSON that is not as it was written."""
 MAX_EXAMPLE_BYTES = 256 << 20
@@ -46,7 +45,7 @@ AGAIN = "deploy the model again"
 NAMES: Names = {
     **{"device": str, "machine": dict, "is_whole": bool, "runs": str, "example": dict, "origin": dict},
     **{"deployed_ms?": NUMBER, "torch_ms?": NUMBER, "in_torch.*": str},
-    **{f"rows.*.{name}": str for name in ("layer", "shape", "choice", "format")},
+    **{f"rows.*.{name}": str for name in ("layer", "shape", "choice")},
     **{"rows.*.sparsity": NUMBER, "rows.*.dense_ms?": NUMBER, "rows.*.sparse_ms?": NUMBER, "rows.*.tile?": dict},
 }
 """What the JSON must have, beside its format."""
@@ -123,12 +122,12 @@ def damaged(folder: Path, why: str) -> GrowpruneError:
 def read_table(about: Mapping[str, Any]) -> Table:
     rows = []
     for row in (Row(**one) for one in about["rows"]):
-        if row.choice not in CHOICES or row.format not in ("", DENSE, *FORMATS):
-            raise ValueError(f"a choice is {row.choice[:20]!r} in the format {row.format[:20]!r}")
+        if row.choice not in CHOICES:
+            raise ValueError(f"a choice is {row.choice[:20]!r}")
         numbers: Any = row.tile
         if numbers is not None:
             _check_whole(numbers.values(), MAX_TILE)
-            numbers = (Tile if row.format in ("", DENSE) else GpuTile)(**numbers)
+            numbers = (Tile if about["device"] == "cpu" else GpuTile)(**numbers)
         rows.append(replace(row, tile=numbers))
     return Table(tuple(rows), about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
 

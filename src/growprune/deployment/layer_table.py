@@ -32,8 +32,6 @@ class Row:
     """"sparse", "dense", or "torch": outside of what is deployed."""
     tile: Tile | GpuTile | None = None
     """How the product is cut up, where it runs on our kernels."""
-    format: str = ""
-    """On a GPU: "offsets", "columns" or "dense"."""
 
 
 @dataclass(frozen=True)

@@ -74,13 +74,11 @@ def product(matrix: LaneMatrix, x: Tensor, tile: Tile | None = None) -> Tensor:
     least = -(-matrix.columns * together * x.element_size() // NEAR_BYTES)
     split = max(1, min(tile.split or max(least, -(-ENOUGH_PROGRAMS // programs)), slabs, 16))
     share = max(1, -(-slabs // split)) * matrix.lanes
-    bases = matrix.index if matrix.bases is None else matrix.bases
-    lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
     kernel, grid = kernels._lanes_kernel, (programs, split, rounds)
     places = (matrix.unit_starts, matrix.slab_starts, matrix.order)
-    tensors = (inputs, matrix.index, bases, matrix.values, *places)
-    numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
-    sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_pinned)
+    tensors = (inputs, matrix.offsets, matrix.bases, matrix.values, *places)
+    numbers = (matrix.rows, matrix.columns, batch, share, together)
+    sizes = (*numbers, matrix.lanes, width, rows, tile.steps, tile.is_pinned)
     out = torch.empty(batch, matrix.rows, dtype=dtype, device=device)
     if split == 1:
         _launch(kernel, grid, (*tensors, out), sizes, tile.warps)

@@ -1,18 +1,18 @@
-"""`deploy(..., device="cuda")`: which format and tile, or dense, is fastest for each layer on this GPU."""
+"""`deploy(..., device="cuda")`: find out for each layer whether it is faster sparse, and with which tile, or dense."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from growprune.deployment.cpu.matrix import SparseMatrix
-from growprune.deployment.cuda.formats import DENSE, FORMATS, LaneMatrix
+from growprune.deployment.cuda.formats import LaneMatrix, lane_matrix
 from growprune.deployment.cuda.graphs import BEYOND_CACHE, microseconds
 from growprune.deployment.cuda.products import MOST_SAMPLES, SparseLinear, Tile, kernel_failures
 from growprune.deployment.deployed import Replaced, Swapped
@@ -40,15 +40,18 @@ LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The kind of layer that is fastest, and what was measured."""
+    """How long a layer takes dense and sparse, in microseconds."""
 
-    kind: str
-    tile: Tile | None
     dense_us: float
-    sparse_us: float | None
-    """Of the fastest that is not dense; None if nothing but dense can run."""
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """What could not run here, and why."""
+    sparse_us: float | None = None
+    """None if the sparse kernel cannot run here; `failed` says why."""
+    tile: Tile | None = None
+    """The fastest tile of the sparse kernel."""
+    failed: str = ""
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.sparse_us is not None and self.sparse_us < self.dense_us
 
 
 def deploy_linears(
@@ -93,22 +96,21 @@ def deploy_linears(
             swapped.in_torch.append(f"{path} (the example does not call it)")
         elif path in before:
             row = before[path]
-        elif seconds <= 0:  # the likeliest
-            row = replace(row, choice="sparse", format="offsets")
+        elif seconds <= 0:
+            row = replace(row, choice="sparse")
         else:
             if (key := kind_of(path)) not in measured:
                 measured[key] = choose(entries, bias=bias, batch=num, seconds=share)
-                for kind, why in measured[key].failed.items():
-                    warn(f"{path} was not timed as {kind}: {why}")
+                if measured[key].failed:
+                    warn(f"{path} was not timed on the sparse kernel: {measured[key].failed}")
             found = measured[key]
-            choice = DENSE if found.kind == DENSE else "sparse"
+            chosen = ("sparse", found.tile) if found.is_sparse else ("dense", None)
             sparse_ms = None if found.sparse_us is None else found.sparse_us / 1e3
-            row = replace(row, choice=choice, format=found.kind, tile=found.tile)
-            row = replace(row, dense_ms=found.dense_us / 1e3, sparse_ms=sparse_ms)
+            row = Row(path, row.shape, row.sparsity, found.dense_us / 1e3, sparse_ms, *chosen)
         swapped.rows.append(row)
-        if num and row.format in FORMATS:
+        if num and row.choice == "sparse":
             tile: Any = row.tile
-            part = SparseLinear(FORMATS[row.format](entries), bias=bias, tile=tile, samples=min(num, MOST_SAMPLES))
+            part = SparseLinear(lane_matrix(entries), bias=bias, tile=tile, samples=min(num, MOST_SAMPLES))
             owner._modules[local] = part
             swapped.replaced.append(Replaced(owner, local, part, plain))
             plain.weight.data = nothing_like(plain.weight.detach(), plain.weight.shape)
@@ -118,9 +120,7 @@ def deploy_linears(
 def choose(
     entries: SparseMatrix, *, bias: Tensor | None = None, batch: int = 1, seconds: float = float("inf")
 ) -> Choice:
-    """Time a layer in each format and dense, and find the fastest.
-
-    What fails, or gives something else than the dense layer, is left out; see `failed`.
+    """Time a layer dense and sparse. A sparse kernel that fails, or gives other outputs than the dense layer, is out.
 
     Args:
         entries: values in the dtype to compute in, on the device to compute on.
@@ -128,27 +128,21 @@ def choose(
         seconds: how long it may be timed, about; compiling kernels does not count.
     """
     dense, x, few = dense_linear(entries.dense(), bias), _input(entries, batch), min(batch, MOST_SAMPLES)
-    taken: dict[str, float] = {DENSE: time_of(copies(dense), x)}
-    tiles: dict[str, Tile] = {}
-    failed: dict[str, str] = {}
-    for kind, make in FORMATS.items():
-        try:
-            matrix = make(entries)
-            tile, us = fastest(matrix, TILES, few, seconds / (1 + len(FORMATS)))
-            layer = SparseLinear(matrix, bias=bias, tile=tile, samples=few)
-            if batch > MOST_SAMPLES or bias is not None:
-                us = time_of(copies(layer), x)
-            with torch.no_grad():
-                expected, found = dense(x).double(), layer(x).double()
-            error = float((found - expected).norm()) / max(float(expected.norm()), 1e-6)
-            if not error < LARGEST_ERROR[x.dtype]:  # a NaN is wrong too
-                raise RuntimeError(f"its relative difference from the dense product is {error:.1e}")
-            tiles[kind], taken[kind] = tile, us
-        except kernel_failures() as error:
-            failed[kind] = first_line(error)
-    best = min(taken, key=lambda kind: taken[kind])
-    sparse_us = min((us for kind, us in taken.items() if kind != DENSE), default=None)
-    return Choice(best, tiles.get(best), taken[DENSE], sparse_us, failed)
+    dense_us = time_of(copies(dense), x)
+    try:
+        matrix = lane_matrix(entries)
+        tile, sparse_us = fastest(matrix, TILES, few, seconds / 2)
+        layer = SparseLinear(matrix, bias=bias, tile=tile, samples=few)
+        if batch > MOST_SAMPLES or bias is not None:
+            sparse_us = time_of(copies(layer), x)
+        with torch.no_grad():
+            expected, found = dense(x).double(), layer(x).double()
+        error = float((found - expected).norm()) / max(float(expected.norm()), 1e-6)
+        if not error < LARGEST_ERROR[x.dtype]:  # a NaN is wrong too
+            raise RuntimeError(f"its relative difference from the dense product is {error:.1e}")
+    except kernel_failures() as failure:
+        return Choice(dense_us, failed=first_line(failure))
+    return Choice(dense_us, sparse_us, tile)
 
 
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
