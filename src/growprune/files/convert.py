@@ -7,17 +7,15 @@ sparse if the source has a mask for it, or if at least 5 % of it is zero.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, shorten
 from growprune.files import sparse_file as file
 from growprune.files.disk import replacing
 from growprune.files.exporters import to_dense, write_dense
@@ -27,16 +25,13 @@ from growprune.files.onnx_export import export_onnx
 from growprune.files.pretrained import build_with_example, save_pretrained
 from growprune.files.weights_file import weights_file
 from growprune.masks.bits import pack
-from growprune.masks.layers import first_names, matches
+from growprune.masks.layers import first_names
 from growprune.sparse.model import SparseModel, named_tensors
 
 FORMATS = ("sparse", "dense", "hf", "onnx")
 """The formats that can be written."""
 
 SUFFIXES = {".onnx": "onnx", "": "hf"}
-
-MAX_GLOBS = 1000
-"""The most globs that may name the matrices of a model without code. Each is matched against all names."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json", "growprune.json")
 """The endings of files in a folder that are not copied."""
@@ -187,11 +182,10 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     names = [name for name, tensor in floats.items() if tensor.ndim >= 2 and tensor.numel()]
     if not names:
         raise GrowpruneError(f"{where} has no matrix that can be sparse: write it with --to dense")
-    chosen = [name for name in names if name in found.masks] or names
-    include = _globs(chosen, {*found.tensors, *found.aliases} - set(chosen))
-    keep_dense = _globs(sorted(set(names) - set(chosen)), [*chosen, *found.aliases])
-    if (count := len(include) + len(keep_dense)) > MAX_GLOBS:
-        raise GrowpruneError(f"{where} has matrices with {count} kinds of names, more than {MAX_GLOBS}: pass --model")
+    if globs := [name for name in names if not set(name).isdisjoint("*?[")]:
+        raise GrowpruneError(f"{where} has {shorten(globs[0], 60)}, a name that would match others: pass --model")
+    include = [name for name in names if name in found.masks] or names
+    keep_dense = sorted(set(names) - set(include))
     model = bare_model(found.tensors, found.aliases)
     sparsity = min(found.sparsity, 1 - 2**-53)
     sparse = SparseModel(model, sparsity, allocation="global", include=include, keep_dense=keep_dense)
@@ -200,22 +194,6 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     state = sparse.state_dict()
     sparse.load_state_dict(state | {"masks": state["masks"] | masks})
     return sparse
-
-
-def _globs(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return globs that match all the names and none of the others; names that have no such glob stay as they are.
-
-    >>> _globs(["layers.0.fc.weight", "layers.1.fc.weight", "head.1.weight"], {"head.2.weight"})
-    ['layers.*.fc.weight', 'head.1.weight']
-    """
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    found: list[str] = []
-    for glob, group in alike.items():
-        is_right = all(matches(name, glob) for name in group) and not any(matches(other, glob) for other in others)
-        found += [glob] if len(found) <= MAX_GLOBS and is_right else group
-    return found
 
 
 def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:

@@ -17,7 +17,7 @@ from growprune.files.disk import replacing
 from growprune.files.manifest import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, crc32, write_metadata
 from growprune.files.reader import open_sparse
 from growprune.masks.bits import encode_mask, whole
-from growprune.masks.layers import prunable_weights, tensors_of
+from growprune.masks.layers import Weight, prunable_weights, tensors_of
 from growprune.sparse.cursor import cursor_of
 from growprune.sparse.model import SparseModel, sparse_model_of
 from growprune.sparse.summary import targets
@@ -98,15 +98,17 @@ def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]
     sparse.check()
     check_blocks(sparse.pattern)
     now = prunable_weights(sparse.model, keep_dense=sparse.keep_dense, include=sparse.include)
-    known = {weight.name for weight in sparse.weights}
-    if added := [weight.name for weight in now if weight.name not in known]:  # its file would not fit it
+    groups: dict[str, list[Weight]] = {}
+    for weight in sparse.weights:
+        groups.setdefault(weight.parameter, []).append(weight)
+    if added := sorted({weight.name for weight in now} - {weight.name for weight in sparse.weights}):
         raise GrowpruneError(f"{added[0]} was added after the SparseModel was created: create a new one before saving")
     aims = targets(sparse)
     for name, tensor in tensors_of(sparse.model)[0].items():
         if tensor.dtype not in DTYPES:
             raise GrowpruneError(f"{name} has dtype {tensor.dtype}, which a file cannot store: convert it first")
-        if any(weight.parameter == name for weight in sparse.weights):
-            weights, stored = tuple(w for w in sparse.weights if w.parameter == name), sparse.stored[name]
+        if weights := tuple(groups.get(name, ())):
+            stored = sparse.stored[name]
             aim = [aims[weight.name] for weight in weights]
             target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
             mask, values = stored.mask(), stored.to_live(stored.parameter.detach())
