@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,13 +16,13 @@ from torch.nn import functional as F
 from triton_interpreter import interpret, on_the_gpu
 
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
-from growprune.deployment.cuda.formats import LaneMatrix, lane_matrix
-from growprune.deployment.cuda.products import SparseLinear, Tile, product
+from growprune.deployment.cuda.products import LaneMatrix, SparseLinear, Tile, lane_matrix, product
 from growprune.deployment.cuda.tuning import choose, fastest, times_of_tiles
+from growprune.deployment.layer_table import Row
 from growprune.errors import GrowpruneError
 
 LANES = (4, 16, 32)
-TILES = (Tile(1, 8, 1, split=1), Tile(4, 32, 2, True, split=3), Tile(2, 64, 1, split=1))
+TILES = (Tile(1, 8, 1), Tile(4, 32, 2, is_pinned=True), Tile(2, 64, 1))
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 """How far a sum may be from the exact one, relative to the largest."""
 
@@ -93,7 +92,7 @@ def test_rows_are_sorted_by_length() -> None:
 
 def test_bytes_a_weight_are_what_they_are_said_to_be() -> None:
     entries = entries_of(random_weight(256, 4096, 0.9))
-    assert lane_matrix(entries).num_bytes / entries.values.numel() == pytest.approx(3.2, abs=0.06)
+    assert lane_matrix(entries).nbytes / entries.values.numel() == pytest.approx(3.2, abs=0.06)
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -222,15 +221,6 @@ def test_a_batch_over_16_is_multiplied_dense(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(SparseLinear(lane_matrix(from_dense(torch.eye(4))))(torch.ones(17, 4)), torch.ones(17, 4))
 
 
-def test_a_layer_takes_its_tile_for_as_many_samples_as_it_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    monkeypatch.setattr("growprune.deployment.cuda.products.product", lambda m, x, tile: taken.append(tile) or x)
-    layer = SparseLinear(lane_matrix(from_dense(torch.eye(4))), tile=Tile(8), samples=8)
-    for batch in (1, 8, 9):
-        layer(torch.ones(batch, 4))
-    assert taken == [Tile(8), Tile(8), None]
-
-
 @pytest.mark.parametrize(
     ("x", "message"),
     [
@@ -247,17 +237,21 @@ def test_what_does_not_fit_is_refused(x: Tensor, message: str) -> None:
 # choosing
 
 
-@pytest.mark.parametrize(("sparse_us", "is_sparse"), [(3.0, True), (4.0, False), (9.0, False)])
-def test_the_faster_is_kept(sparse_us: float, is_sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+ROW = Row("fc", "8x16 x 1", 0.75, None, None, "torch")
+
+
+@pytest.mark.parametrize(("sparse_us", "choice"), [(3.0, "sparse"), (4.0, "dense"), (9.0, "dense")])
+def test_the_faster_is_kept(sparse_us: float, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("growprune.deployment.cuda.tuning.fastest", lambda m, tiles, batch, s: (tiles[0], sparse_us))
     monkeypatch.setattr("growprune.deployment.cuda.tuning.time_of", lambda layers, x: 4.0)
-    choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)))
-    assert (choice.is_sparse, choice.dense_us, choice.sparse_us) == (is_sparse, 4.0, sparse_us)
+    row = choose(ROW, from_dense(random_weight(8, 16, 0.75, torch.float32)))
+    assert (row.layer, row.choice, row.dense_ms, row.sparse_ms) == ("fc", choice, 0.004, sparse_us / 1e3)
+    assert (row.tile is None) == (choice == "dense")
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [("out of shared memory\nand more", "shared memory"), ("", "difference from the dense product is 1.0e[+]00")],
+    [("out of shared memory\nand more", "shared memory$"), ("", "difference from the dense product is 1.0e[+]00")],
 )
 def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(
     error: str, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -271,9 +265,9 @@ def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(
 
     monkeypatch.setattr("growprune.deployment.cuda.products.product", broken)
     monkeypatch.setattr("growprune.deployment.cuda.tuning.time_of", lambda layers, x: 1.0)
-    choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)))
-    assert (choice.is_sparse, choice.sparse_us) == (False, None)
-    assert re.search(reason, choice.failed) and "and more" not in choice.failed
+    with pytest.warns(UserWarning, match=f"^fc was not timed on the sparse kernel: .*{reason}"):
+        row = choose(ROW, from_dense(random_weight(8, 16, 0.75, torch.float32)))
+    assert (row.choice, row.dense_ms, row.sparse_ms) == ("dense", 0.001, None)
 
 
 def test_a_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,5 +295,5 @@ def test_when_time_is_up_no_more_tiles_are_tried(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_choosing_on_a_gpu_measures_all() -> None:
-    choice = choose(entries_of(random_weight(2048, 2048, 0.9).cuda()), batch=16)
-    assert choice.dense_us > 0 and choice.sparse_us is not None and not choice.failed
+    row = choose(ROW, entries_of(random_weight(2048, 2048, 0.9).cuda()), batch=16)
+    assert row.dense_ms is not None and row.sparse_ms is not None

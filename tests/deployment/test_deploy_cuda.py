@@ -1,6 +1,7 @@
 """Deploying on a GPU: what needs none (choosing, swapping, refusing, saving), and on one, decoding."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from growprune.deployment import api
 from growprune.deployment.api import checked_device, deploy_on_gpu
 from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.products import SparseLinear, Tile
-from growprune.deployment.cuda.tuning import Choice
 from growprune.deployment.deployed import Deployed
 from growprune.deployment.example import Example
+from growprune.deployment.layer_table import Row
 
 CPU = torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -76,9 +77,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, sparse: tuple[int, ...] = ()) -> li
     """Let `choose` find layers with these numbers of columns faster sparse. Returns the calls: columns, batch."""
     calls = []
 
-    def chosen(entries: Any, *, bias: Tensor | None, batch: int, seconds: float) -> Choice:
+    def chosen(row: Row, entries: Any, *, bias: Tensor | None, batch: int, seconds: float) -> Row:
         calls.append((entries.columns, batch))
-        return Choice(20.0, 5.0 if entries.columns in sparse else 30.0, Tile(2))
+        if entries.columns in sparse:
+            return replace(row, dense_ms=0.02, sparse_ms=0.005, choice="sparse", tile=Tile(2))
+        return replace(row, dense_ms=0.02, sparse_ms=0.03, choice="dense")
 
     monkeypatch.setattr("growprune.deployment.cuda.tuning.choose", chosen)
     return calls
@@ -113,7 +116,7 @@ def test_layers_of_one_kind_are_timed_once_for_the_samples_of_the_example(monkey
         ("3", "32x32 x 6", "dense"),
     ]
     assert (fast.table[1].dense_ms, fast.table[1].sparse_ms) == (0.02, 0.005)
-    assert (fast.module[1].tile, fast.module[1].samples) == (Tile(2), 6)
+    assert fast.module[1].tile == Tile(2)
     assert type(fast.module[3]) is nn.Linear
     assert torch.equal(fast.module[3].weight, model[3].weight)
     torch.testing.assert_close(fast(x), model(x))
@@ -184,17 +187,6 @@ def test_weights_are_on_the_device_only_once() -> None:
     fast = deployed_mlp(CPU)
     plain = [one.module.weight for one in fast._swapped.replaced]
     assert [weight.untyped_storage().nbytes() for weight in plain] == [4, 4]  # of the shape, and all one zero
-
-
-def test_a_kernel_that_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(entries: Any, **settings: Any) -> Choice:
-        return Choice(20.0, failed="RuntimeError: no kernel")
-
-    monkeypatch.setattr("growprune.deployment.cuda.tuning.choose", chosen)
-    with pytest.warns(UserWarning, match="was not timed on the sparse kernel: RuntimeError: no kernel") as said:
-        fast = deployed_mlp(CPU, seconds=1)
-    assert len(said) == 2
-    assert [(row.choice, row.sparse_ms) for row in fast.table] == [("dense", None)] * 2
 
 
 def test_conv1d_of_transformers_is_a_linear_layer() -> None:

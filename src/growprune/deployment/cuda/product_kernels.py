@@ -1,19 +1,18 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 # mypy: disable-error-code=assignment
-# Triton has no types, and what a kernel takes is none of Python's
+# Triton has no types, and arguments of kernels have none in Python
 """Products with few columns, in Triton: sums are in float32, in one order for each matrix and batch, without atomics.
 
 `_lanes_kernel`: a program takes a few rows, a thread one unit at a time. All tensors are (threads, rows) with one
-element a thread, or have one more dimension that lies within a thread. (Where nothing else decides, Triton gives
-neighbouring threads neighbours of the first dimension.) So nothing but the sum at the end goes from thread to thread,
-and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or each would wait for the one
-before. The assembler may move them down again to save registers, for more threads; a barrier prevents it (PINNED).
-x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
-For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
-cache can hold, all programs of a part come before those of the next.
+element per thread, or have one more dimension that lies within a thread. (By default, Triton gives neighbouring threads
+neighbours of the first dimension.) So only the final sum is exchanged between threads, and all loads of a unit are 8 or
+16 bytes. Loads are written before their uses, or each would wait for the one before. The assembler may move them down
+again to save registers, for more threads; a barrier prevents it (PINNED). x is read through the first-level cache and
+stays there: weights are marked to be evicted first. For batches, x is (columns, batch), so that one load brings up to
+eight inputs. If the cache cannot hold all samples or columns, all programs of one part run before those of the next.
 
-With few rows, the columns are split among programs; `_sum_kernel` adds their sums up, always in the same order.
-What need not be known to compile is kept from Triton (`do_not_specialize`), so that one kernel serves all layers.
+With few rows, the columns are split among programs; `_sum_kernel` adds up their sums, always in the same order.
+Triton does not specialise on sizes (`do_not_specialize`), so that one kernel serves all layers.
 """
 
 from __future__ import annotations
