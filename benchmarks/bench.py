@@ -29,8 +29,7 @@ from growprune.cli.app import AsJson, Trust, one_line_errors
 from growprune.cli.deploying import ExampleShape, ModelSource, build, origin_of
 from growprune.cli.screen import out, print_json
 from growprune.deployment.api import load_deployed
-from growprune.deployment.deployed import Deployed
-from growprune.deployment.deployed_folder import ABOUT, read_about
+from growprune.deployment.deployed import ABOUT, Deployed, read_folder
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file
 from growprune.files.weights_file import weights_file
@@ -171,9 +170,10 @@ def open_model(
     """The model in torch, an example, and, of a deployed folder, what loads it. Engines call it in their processes."""
     folder = Path(path)
     is_deployed = (folder / ABOUT).is_file()
-    if is_deployed and read_about(folder)["device"] != "cpu":
+    about = read_folder(folder)[0] if is_deployed else {}
+    if is_deployed and about["device"] != "cpu":
         raise GrowpruneError(f"{folder} is deployed on cuda, but bench compares engines on the CPU: deploy it there")
-    origin = dict(read_about(folder)["origin"]) if is_deployed else origin_of(folder, model, example_shape, trust=trust)
+    origin = dict(about["origin"]) if is_deployed else origin_of(folder, model, example_shape, trust=trust)
     if is_deployed and not origin and not model:
         raise GrowpruneError(f"{folder} was deployed from Python: say what builds its model with --model and its shape")
     origin = origin or origin_of(folder / "model.safetensors", model, example_shape)

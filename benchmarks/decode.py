@@ -8,7 +8,7 @@
 How it is measured: calls are recorded as one CUDA graph, between events, the median of ten replays. Dense and sparse
 alike, the calls go through so many copies of the weights in turn (512 MB of them, two at least) that none is in the
 second-level cache (50 MB) when it is read again. `TB/s` is what was read of the matrix. What fails is a row that says
-why, and stops nothing; the JSON is written anew after every shape. Without a GPU, `--small` only shows that it runs.
+why, and stops nothing; the JSON is written anew after every shape. `--small` only shows that it runs.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ from torch.nn import functional as F
 
 from growprune.deployment.api import deploy_on_gpu
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
-from growprune.deployment.cuda.formats import LaneMatrix, lane_matrix
 from growprune.deployment.cuda.graphs import graphed, microseconds
-from growprune.deployment.cuda.products import Tile
+from growprune.deployment.cuda.products import LaneMatrix, Tile, lane_matrix
 from growprune.deployment.cuda.products import product as multiply
 from growprune.deployment.cuda.tuning import TILES, copies, dense_linear, time_of, times_of_tiles
-from growprune.deployment.example import Example, first_line
+from growprune.deployment.example import Example
+from growprune.errors import first_line
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda")
 FORMATS: dict[str, Callable[[SparseMatrix], LaneMatrix]] = {
     "offsets": lambda entries: lane_matrix(entries, lanes=16),
     "offsets, runs of 8": lambda entries: lane_matrix(entries, lanes=8),
-    "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
-    "columns, runs of 32": lambda entries: lane_matrix(entries, lanes=32, has_offsets=False),
 }
 MORE_TILES = (
     *TILES,
@@ -90,7 +88,7 @@ def main() -> None:
     report = Report(options.json, time.monotonic() + options.seconds)
     torch.manual_seed(0)
     gc.freeze()  # torch may collect garbage before it records a graph, and there are hundreds
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    name = torch.cuda.get_device_name()
     report.add("machine", [name, f"torch {torch.__version__}"])
     report.say(f"{name}, torch {torch.__version__}; a copy moves {attempt(copied_tb_per_second)} TB/s")
     parts = {"tiles": tiles, "model": model, "layers": layers}
@@ -125,9 +123,9 @@ def dense_us(rows: int, columns: int, batch: int) -> float:
 
 
 def copied_tb_per_second() -> str:
-    source = torch.zeros((1 << 30) if DEVICE.type == "cuda" else (1 << 20), dtype=torch.uint8, device=DEVICE)
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    taken = microseconds([lambda: target.copy_(source)] * 4, device=DEVICE)
+    taken = microseconds([lambda: target.copy_(source)] * 4)
     return f"{2 * source.numel() / taken / 1e6:.2f}"
 
 
@@ -189,7 +187,7 @@ def timed_tiles(
     for tile, us in times_of_tiles(matrix, some, batch):
         error = relative(multiply(matrix, x, tile), expected) if isinstance(us, float) else 0.0
         shown = us if isinstance(us, float) else f"failed: {us}"
-        yield {"format": name, "tile": short(tile), "us": shown, "error": error, "bytes": matrix.num_bytes}
+        yield {"format": name, "tile": short(tile), "us": shown, "error": error, "bytes": matrix.nbytes}
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -309,7 +307,7 @@ def model_row(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     x = torch.randn(options.batch, d, device=DEVICE, dtype=torch.bfloat16)
     fast = deploy_on_gpu(dense, Example.of(x), device=DEVICE, seconds=0.5 if options.small else 20.0, known={})
     report.say("\n".join(str(fast.table).splitlines()[:5]))
-    report.say("\n".join(f"{row.layer}: {row.format} {row.tile}" for row in fast.table[:4]))
+    report.say("\n".join(f"{row.layer}: {row.choice} {row.tile}" for row in fast.table[:4]))
     error = relative(fast(x), dense(x).float())
     taken = {name: step_us(net, x) for name, net in (("dense", dense), ("sparse", fast), ("dense again", dense))}
     for name, us in taken.items():
@@ -321,15 +319,13 @@ def model_row(options: argparse.Namespace, report: Report) -> dict[str, Any]:
 
 def step_us(net: nn.Module, x: Tensor) -> float:
     """Of a step that is recorded once and replayed; the weights of all blocks are far more than a cache holds."""
-    if DEVICE.type != "cuda":
-        return microseconds([lambda: net(x)], device=DEVICE)
     step = graphed(net, x)
     assert relative(step(x), net(x).float()) < 1e-2, "a replayed step differs from an eager one"
     taken = []
     for _ in range(30):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
         start.record()
-        step.replay()
+        step()
         end.record()
         end.synchronize()
         taken.append(start.elapsed_time(end) * 1e3)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from growprune.engine.recipe import OptimizerConfig as OptimizerConfig
     from growprune.engine.recipe import Recipe as Recipe
     from growprune.errors import GrowpruneError as GrowpruneError
-    from growprune.files.onnx_export import export_onnx as export_onnx
+    from growprune.files.exporters import export_onnx as export_onnx
     from growprune.files.onnx_import import from_onnx as from_onnx
     from growprune.files.pretrained import from_pretrained as from_pretrained
     from growprune.files.pretrained import save_pretrained as save_pretrained
@@ -66,7 +66,7 @@ _HOMES = {
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.recipe": ("LRSchedule", "OptimizerConfig", "Recipe"),
-    "growprune.files.onnx_export": ("export_onnx",),
+    "growprune.files.exporters": ("export_onnx",),
     "growprune.files.onnx_import": ("from_onnx",),
     "growprune.files.sparse_file": ("load", "manifest", "read", "save"),
     "growprune.sparse.flops": ("count_flops",),

@@ -46,6 +46,13 @@ def shorten(text: str, limit: int = 1000) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
+def first_line(error: BaseException, limit: int = 160) -> str:
+    """Return the class of an error and the first line of its message, cut to `limit` characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:limit]
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 def how_to_install(extra: str) -> str:
     """Say how to install an extra. growprune is on no package index."""
     return f"run pip install '.[{extra}]' in a copy of its repository"

@@ -388,14 +388,14 @@ def test_a_folder_of_another_machine_is_measured_again(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda about: "{", "is damaged"),
-        (lambda about: {"format": 1}, "has format 1, but this growprune reads 2"),
-        (lambda about: {"format": 2}, "is damaged"),
+        (lambda about: {"format": 2}, "has format 2, but this growprune reads 3"),
+        (lambda about: {"format": 3}, "is damaged"),
         (lambda about: about.update(device="tpu"), "is damaged .its device is 'tpu'"),
         (lambda about: about.update(device=2**64), "is damaged"),
         (lambda about: about["rows"][0].update(choice=[]), "is damaged .its rows.*.choice is"),
         (lambda about: about["rows"][0].update(layer=7), "is damaged .its rows.*.layer is 7"),
         (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .its rows.*.dense_ms is"),
-        (lambda about: about["rows"][0]["tile"].update(threads=4096), "is damaged .ValueError: a layer has more"),
+        (lambda about: about["rows"][0]["tile"].update(threads=4096), "is damaged .a layer has more"),
         (lambda about: about.pop("runs") and None, "is damaged .it has no runs"),
         (lambda about: example_of(about).__setitem__(0, [1 << 20] * 2), "is damaged .ValueError: a tensor of"),
         (lambda about: about.update(example={}), "is damaged .KeyError: 'tensors'"),
@@ -697,9 +697,6 @@ def test_a_model_with_nothing_sparse_works_and_says_so(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(deployed(x), model(x))
     assert deployed.is_in_torch and len(deployed.table) == 0
-    state = deployed.state_dict()
-    assert state.keys() == {f"module.{name}" for name in model.state_dict()}
-    assert str(deployed.load_state_dict(state)) == "<All keys matched successfully>"
     deployed.save(tmp_path)
     with pytest.warns(UserWarning, match="no sparse weights"):
         assert torch.equal(gp.load_deployed(tmp_path, Small())(x), deployed(x))

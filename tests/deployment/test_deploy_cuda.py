@@ -1,6 +1,7 @@
 """Deploying on a GPU: what needs none (choosing, swapping, refusing, saving), and on one, decoding."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from growprune.deployment import api
 from growprune.deployment.api import checked_device, deploy_on_gpu
 from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.products import SparseLinear, Tile
-from growprune.deployment.cuda.tuning import Choice
 from growprune.deployment.deployed import Deployed
 from growprune.deployment.example import Example
+from growprune.deployment.layer_table import Row
 
 CPU = torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -72,14 +73,15 @@ def deployed_mlp(device: torch.device, seconds: float = 0, storage: str = "maske
     return deploy_on_gpu(sparse_mlp(storage), example, device=device, seconds=seconds, known={})
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, kinds: dict[int, str]) -> list[tuple[int, int]]:
-    """Let `choose` keep a kind by the number of columns. Returns the calls: columns, batch."""
+def pretend(monkeypatch: pytest.MonkeyPatch, sparse: tuple[int, ...] = ()) -> list[tuple[int, int]]:
+    """Let `choose` find layers with these numbers of columns faster sparse. Returns the calls: columns, batch."""
     calls = []
 
-    def chosen(entries: Any, *, bias: Tensor | None, batch: int, seconds: float) -> Choice:
+    def chosen(row: Row, entries: Any, *, bias: Tensor | None, batch: int, seconds: float) -> Row:
         calls.append((entries.columns, batch))
-        kind = kinds[entries.columns]
-        return Choice(kind, None if kind == "dense" else Tile(2), 20.0, 5.0)
+        if entries.columns in sparse:
+            return replace(row, dense_ms=0.02, sparse_ms=0.005, choice="sparse", tile=Tile(2))
+        return replace(row, dense_ms=0.02, sparse_ms=0.03, choice="dense")
 
     monkeypatch.setattr("growprune.deployment.cuda.tuning.choose", chosen)
     return calls
@@ -99,7 +101,7 @@ def test_sparse_linear_layers_are_swapped_and_the_model_is_left_as_it_is(storage
 
 
 def test_layers_of_one_kind_are_timed_once_for_the_samples_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = pretend(monkeypatch, {64: "offsets", 32: "dense"})
+    calls = pretend(monkeypatch, sparse=(64,))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 32))
     sparse = gp.SparseModel(model, sparsity=0.9)
@@ -114,7 +116,7 @@ def test_layers_of_one_kind_are_timed_once_for_the_samples_of_the_example(monkey
         ("3", "32x32 x 6", "dense"),
     ]
     assert (fast.table[1].dense_ms, fast.table[1].sparse_ms) == (0.02, 0.005)
-    assert (fast.module[1].tile, fast.module[1].samples) == (Tile(2), 6)
+    assert fast.module[1].tile == Tile(2)
     assert type(fast.module[3]) is nn.Linear
     assert torch.equal(fast.module[3].weight, model[3].weight)
     torch.testing.assert_close(fast(x), model(x))
@@ -181,21 +183,10 @@ def test_a_model_without_sparse_layers_works_and_says_so() -> None:
     assert fast.is_in_torch and torch.equal(fast(x), model(x))
 
 
-def test_weights_are_on_the_device_in_one_format_only() -> None:
+def test_weights_are_on_the_device_only_once() -> None:
     fast = deployed_mlp(CPU)
     plain = [one.module.weight for one in fast._swapped.replaced]
     assert [weight.untyped_storage().nbytes() for weight in plain] == [4, 4]  # of the shape, and all one zero
-
-
-def test_a_failed_format_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(entries: Any, **settings: Any) -> Choice:
-        return Choice("dense", None, 20.0, None, {"columns": "RuntimeError: no kernel"})
-
-    monkeypatch.setattr("growprune.deployment.cuda.tuning.choose", chosen)
-    with pytest.warns(UserWarning, match="was not timed as columns: RuntimeError: no kernel") as said:
-        fast = deployed_mlp(CPU, seconds=1)
-    assert len(said) == 2
-    assert [(row.choice, row.sparse_ms) for row in fast.table] == [("dense", None)] * 2
 
 
 def test_conv1d_of_transformers_is_a_linear_layer() -> None:
@@ -231,7 +222,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_a_gpu")
 def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, {64: "columns", 96: "dense"})
+    pretend(monkeypatch, sparse=(64,))
     sparse, x = sparse_mlp(), torch.randn(2, 64)
     fast = gp.deploy(sparse, x, device="cuda", seconds=1)
     fast.save(tmp_path / "fast")
@@ -239,7 +230,7 @@ def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatc
     monkeypatch.setattr("growprune.deployment.cuda.tuning.choose", None)  # nothing is timed again
     again = gp.load_deployed(tmp_path / "fast", sparse_mlp().model)
     assert [type(part) for part in again.module] == [SparseLinear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
-    assert (again.module[0].matrix.bases, again.module[0].tile) == (None, Tile(2))
+    assert again.module[0].tile == Tile(2)
     assert again.table == fast.table
     assert torch.equal(again(x), fast(x))
 
@@ -248,7 +239,7 @@ def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatc
 def test_a_model_whose_layers_are_all_faster_dense_is_still_saved_sparse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(monkeypatch, {64: "dense", 96: "dense"})
+    pretend(monkeypatch)
     sparse, x = sparse_mlp(), torch.randn(2, 64)
     fast = gp.deploy(sparse, x, device="cuda", seconds=1)
     fast.save(tmp_path / "fast")

@@ -352,25 +352,23 @@ def header_of(path: Path, names: list[str]) -> Path:
     return path
 
 
-def test_a_header_of_very_many_kinds_of_matrices_does_not_hang(tmp_path: Path) -> None:
-    words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=5)]
-    many = header_of(tmp_path / "many.safetensors", words)
-    assert "has matrices with 32768 kinds of names, more than 1000" in refused(many, tmp_path / "out.safetensors")
+def test_a_header_of_very_many_names_does_not_hang(tmp_path: Path) -> None:
+    words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=4)]
+    convert(header_of(tmp_path / "many.safetensors", words), tmp_path / "out.safetensors")
+    assert gp.manifest(tmp_path / "out.safetensors")["include"] == sorted(words)
+    globs = header_of(tmp_path / "globs.safetensors", [f"*{word}" for word in words])
+    assert "4096 matrices with *, ? or [" in refused(globs, tmp_path / "out.safetensors", "--force")
 
 
-def test_a_deep_model_is_named_by_few_globs(tmp_path: Path) -> None:
+def test_matrices_of_a_model_without_code_keep_their_kind(tmp_path: Path) -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(30)))
     model = nn.Sequential(layers, nn.Linear(4, 2))
     for block in layers:
         block[0].weight.data[:, 1:] = 0.0
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
     convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors")
-    about = gp.manifest(tmp_path / "sparse.safetensors")
-    assert len(about["include"]) == 30  # which differ from those that are dense in a number only
+    assert len(gp.manifest(tmp_path / "sparse.safetensors")["include"]) == 30
     assert gp.load(tmp_path / "sparse.safetensors", model).num_alive == 30 * 4
-    save_file({f"{i}.fc.weight": torch.eye(4) for i in range(300)}, tmp_path / "deep.safetensors")
-    convert(tmp_path / "deep.safetensors", tmp_path / "globs.safetensors")
-    assert gp.manifest(tmp_path / "globs.safetensors")["include"] == ["*.fc.weight"]
 
 
 # Graphs

@@ -28,7 +28,7 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.manifest import bytes_of
+from growprune.files.reader import bytes_of
 from growprune.files.sparse_file import contents
 from growprune.masks.bits import from_gaps, pack, to_gaps, unpack
 from growprune.sparse.model import SparseModel

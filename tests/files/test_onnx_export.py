@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import growprune as gp
 from growprune.cli import app
-from growprune.files import onnx_export
+from growprune.files import exporters
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
@@ -24,10 +24,10 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(96, 40)
-        self.odd = nn.Conv1d(40, 45, 3, padding=1)
-        self.back = nn.Linear(45, 40)
-        self.head = nn.Linear(40, 96, bias=False)
+        self.tokens = nn.Embedding(96, 39)
+        self.odd = nn.Conv1d(39, 45, 3, padding=1)
+        self.back = nn.Linear(45, 39)
+        self.head = nn.Linear(39, 96, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_a_file_stores_as_many_values_as_there_are_non_zero_weights(tmp_path: Pa
 
 
 def test_weights_beside_a_large_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_export, "MAX_BYTES", 1000)
+    monkeypatch.setattr(exporters, "MAX_BYTES", 1000)
     model, x, _ = model_and_inputs("image")
     sparse = sparse_model(model)
     gp.export_onnx(sparse, tmp_path / "model.onnx", x, sparse=True)
@@ -116,8 +116,8 @@ def test_a_file_that_would_have_other_zeros_is_not_written(
         real = np.packbits
         monkeypatch.setattr(np, "packbits", lambda bits, **options: real(~bits, **options))
     else:
-        array = onnx_export._array
-        monkeypatch.setattr(onnx_export, "_array", lambda stored: array(stored) + 1)
+        array = exporters._array
+        monkeypatch.setattr(exporters, "_array", lambda stored: array(stored) + 1)
     with pytest.raises((gp.GrowpruneError, IndexError)):
         gp.export_onnx(sparse_model(image_net()), tmp_path / "model.onnx", torch.randn(1, 3, 6, 6), sparse=sparse)
     assert not any(tmp_path.iterdir())

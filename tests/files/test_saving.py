@@ -20,7 +20,7 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files import writer
-from growprune.files.manifest import write_metadata
+from growprune.files.reader import write_metadata
 from growprune.sparse.model import SparseModel
 
 # What is refused on saving
@@ -142,8 +142,9 @@ def test_what_is_not_written_as_meant_never_takes_the_name(
 ) -> None:
     honest = writer.write_safetensors
 
-    def flipped(handle: Any, tensors: Any, metadata: Any) -> None:
-        honest(handle, {name: (t + 1).to(t.dtype) if name == tensor else t for name, t in tensors.items()}, metadata)
+    def flipped(handle: Any, shapes: Any, tensors: Any, metadata: Any) -> None:
+        changed = ((name, (t + 1).to(t.dtype) if name == tensor else t) for name, t in tensors)
+        honest(handle, shapes, changed, metadata)
 
     monkeypatch.setattr(writer, "write_safetensors", flipped)
     with pytest.raises(ValueError, match=f"has {what}.* whose CRC-32 does not match the manifest"):

@@ -13,36 +13,22 @@ from torch import nn
 from growprune.deployment.cpu.library import BuildError, Tile, library
 from growprune.deployment.cpu.tuning import seconds_in_turns
 from growprune.deployment.cuda.tuning import deploy_linears
-from growprune.deployment.deployed import Deployed, Swapped
-from growprune.deployment.deployed_folder import (
-    ABOUT,
-    UNREADABLE,
-    WEIGHTS,
-    damaged,
-    machine,
-    read_about,
-    read_example,
-    read_table,
-)
-from growprune.deployment.example import Example, first_line, keeps_state, restored
+from growprune.deployment.deployed import ABOUT, UNREADABLE, WEIGHTS, Deployed, Swapped, damaged, machine, read_folder
+from growprune.deployment.example import Example, keeps_state, restored
 from growprune.deployment.graph.trace import NotTraceable
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.parts import Part, deploy_parts
 from growprune.deployment.skeleton import Skeleton, blank_copy, module_of, skeleton_of
-from growprune.errors import GrowpruneError, warn
+from growprune.errors import GrowpruneError, first_line, warn
 from growprune.files import sparse_file as file
 from growprune.files.onnx_import import check_like_onnxruntime, from_onnx
-from growprune.files.writer import check_finished
+from growprune.files.writer import check_finished, settings_of
 from growprune.sparse.model import SparseModel
 
 SECONDS = 10.0
 """How long layers are timed by default."""
 SPINNING = 0.01
 """Seconds until torch's threads, which wait for more work by spinning, have gone to sleep."""
-STATEFUL = (
-    "the model keeps a state from call to call (a second call with the same input gives another output): it stays in "
-    "torch; with whole=False only its layers are replaced, and its own code keeps the state"
-)
 
 
 @torch.inference_mode(False)
@@ -123,7 +109,7 @@ def deploy(
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """The device to deploy on; raises in one line if that is not possible."""
+    """Return the device to deploy on. Raise if that is not possible."""
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -138,57 +124,42 @@ def checked_device(device: str | torch.device) -> torch.device:
 
 
 def _load_sparse(path: str | os.PathLike[str], into: nn.Module) -> SparseModel:
-    """A file in compact storage, so that its sparse weights are never dense; in a copy of the model."""
+    """Load a file into a copy of the model: in compact storage, so that its sparse weights are never dense."""
     blank = blank_copy(into)
     try:
         return file.load(path, blank, storage="compact")
-    except GrowpruneError as error:
-        if "compact" not in str(error):
-            raise
+    except GrowpruneError:  # it may have layers that cannot be compact; other errors are raised again
         return file.load(path, blank)
 
 
 @torch.inference_mode(False)
-def load_deployed(
-    folder: str | os.PathLike[str], model: nn.Module, *, seconds: float = SECONDS, example: Any = None
-) -> Deployed:
+def load_deployed(folder: str | os.PathLike[str], model: nn.Module, *, seconds: float = SECONDS) -> Deployed:
     """Load a deployed model from a folder that `Deployed.save` wrote.
 
     Args:
         folder: the folder.
         model: the model that was deployed. Only its code is used: its weights may be on the meta device.
         seconds: how long layers may be timed if the folder comes from another kind of machine.
-        example: an input of another shape to prepare for.
     """
     folder = Path(folder)
-    about = read_about(folder)
+    about, table, example = read_folder(folder)
     device = checked_device(about["device"])
-    sparse = _load_sparse(folder / WEIGHTS, model)
-    try:
-        table = read_table(about)
-        given = read_example(about["example"]) if example is None else Example.of(example)
-        is_same, in_torch = about["machine"] == machine(device) and example is None, about["runs"] == "torch"
-        whole = bool(about["is_whole"])
-        if is_same and any(isinstance(row.tile, Tile) and row.tile.threads > torch.get_num_threads() for row in table):
-            raise ValueError("a layer has more threads than the machine it was measured on")
-    except UNREADABLE as error:
-        raise damaged(folder, first_line(error)) from None
+    sparse, is_same = _load_sparse(folder / WEIGHTS, model), about["machine"] == machine(device)
+    if is_same and any(isinstance(row.tile, Tile) and row.tile.threads > torch.get_num_threads() for row in table):
+        raise damaged(folder, "a layer has more threads than the machine it was measured on")
     options: Any = {"seconds": 0 if is_same else seconds, "known": table.rows if is_same else ()}
     try:
         if device.type == "cuda":
-            deployed = deploy_on_gpu(sparse, given, device=device, **options)
+            deployed = deploy_on_gpu(sparse, example, device=device, **options)
         else:
-            deployed = _deploy_on_cpu(sparse, given, whole=whole, **options)
-    except (*UNREADABLE, RuntimeError) as error:
-        if example is not None:
-            raise
+            deployed = _deploy_on_cpu(sparse, example, whole=about["is_whole"], **options)
+    except UNREADABLE as error:
         raise GrowpruneError(
-            f"the model failed on the example in {folder / ABOUT} ({first_line(error)}): give example=, or deploy the "
-            f"model again"
+            f"the model failed on the example in {folder / ABOUT} ({first_line(error)}): deploy the model again"
         ) from error
     if is_same:
         deployed.table = table
-        if in_torch:
+        if about["runs"] == "torch":
             deployed.stay_in_torch()
     return deployed
 
@@ -196,9 +167,8 @@ def load_deployed(
 def _deploy_on_cpu(
     model: nn.Module | SparseModel, example: Example, *, seconds: float, whole: bool, known: Sequence[Row]
 ) -> Deployed:
-    """What `deploy` does, with rows that were measured before."""
+    """Do what `deploy` does, with rows that were measured before."""
     skeleton = skeleton_of(model)
-    options: Any = {"whole": whole, "settings": _settings_of(model)}
     in_torch = ""
     if not skeleton.matrices:
         others = {str(p.dtype) for p in skeleton.module.parameters() if p.dim() > 1 and p.is_floating_point()}
@@ -207,7 +177,10 @@ def _deploy_on_cpu(
         warn(f"the model has no sparse weights{of}: it stays in torch as it is")
         in_torch = "the whole model"
     elif keeps_state(module_of(model), example) and whole:
-        warn(STATEFUL)
+        warn(
+            "the model keeps a state from call to call (a second call with the same input gives another output): it "
+            "stays in torch; with whole=False only its layers are replaced, and its own code keeps the state"
+        )
         in_torch = "the whole model (it keeps a state)"
     else:
         try:
@@ -215,26 +188,31 @@ def _deploy_on_cpu(
         except BuildError as error:
             warn(f"{error}: the model stays in torch")
             in_torch = "the whole model (there are no kernels)"
+    swapped, deployed_ms, torch_ms = Swapped(skeleton.module, in_torch=[in_torch]), None, None
     if in_torch:
         skeleton.fill_in()
-        table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=(in_torch,))
-        return Deployed(Swapped(skeleton.module), skeleton, table, example, **options)
-    with restored(list(skeleton.module.modules())):
-        reasons, swapped = [], None
-        if whole:
+    else:
+        with restored(skeleton.module.modules()):
+            options: Any = {"seconds": seconds, "known": known}
             try:
-                swapped = Part(skeleton.module, skeleton, seconds=seconds, known=known).plan(example)
+                part = Part(skeleton.module, skeleton, **options)
+                swapped = part.plan(example) if whole else deploy_parts(skeleton, example, by_layer=True, **options)
             except NotTraceable as error:
-                reasons = [f"{type(skeleton.module).__name__} as a whole ({error})"]
-        if swapped is None:
-            swapped = deploy_parts(skeleton, example, seconds=seconds, known=known, by_layer=not whole, reasons=reasons)
-        times = _times(skeleton, swapped, example, seconds / 4) if seconds > 0 else None
-    rows = (*swapped.rows, *_rows_in_torch(skeleton, swapped.rows))
-    deployed_ms, torch_ms = times or (None, None)
-    table = Table(rows, deployed_ms, torch_ms, tuple(dict.fromkeys(swapped.in_torch)))
-    deployed = Deployed(swapped, skeleton, table, example, **options)
-    if whole and times is not None and times[0] > times[1]:
-        warn(f"deployed, the model takes {times[0]:.3g} ms, and in torch {times[1]:.3g} ms: it stays in torch")
+                reason = f"{type(skeleton.module).__name__} as a whole ({error})"
+                swapped = deploy_parts(skeleton, example, reasons=[reason], **options)
+            if seconds > 0:
+                deployed_ms, torch_ms = _times(skeleton, swapped, example, seconds / 4)
+    known_layers, rows = {row.layer for row in swapped.rows}, [*swapped.rows]
+    for name, matrix in skeleton.matrices.items():  # sparse weights that no part has
+        layer = name.removesuffix(".weight")
+        if known_layers.isdisjoint((name, layer)):
+            shape = f"{matrix.rows}x{matrix.columns}"
+            rows.append(Row(layer, shape, matrix.sparsity, None, None, "torch"))
+    table = Table(tuple(rows), deployed_ms, torch_ms, tuple(dict.fromkeys(swapped.in_torch)))
+    settings = settings_of(model) if isinstance(model, SparseModel) else {}
+    deployed = Deployed(swapped, skeleton, table, example, whole=whole, settings=settings)
+    if whole and deployed_ms is not None and torch_ms is not None and deployed_ms > torch_ms:
+        warn(f"deployed, the model takes {deployed_ms:.3g} ms, and in torch {torch_ms:.3g} ms: it stays in torch")
         deployed.stay_in_torch()
     return deployed
 
@@ -242,27 +220,18 @@ def _deploy_on_cpu(
 def deploy_on_gpu(
     model: nn.Module | SparseModel, example: Example, *, device: torch.device, seconds: float, known: Sequence[Row]
 ) -> Deployed:
-    """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
+    """Do the same on a GPU, layer by layer. The whole model is not timed: that depends on whether it is `graphed`."""
     skeleton = skeleton_of(model, for_gpu=True)
     swapped = deploy_linears(skeleton, example, device=device, seconds=seconds, known=known)
     if not swapped.rows:
         warn("the model has no sparse linear layers: it stays in torch as it is")
     table = Table(tuple(swapped.rows), in_torch=tuple(swapped.in_torch) if swapped.rows else ("the whole model",))
-    return Deployed(swapped, skeleton, table, example, whole=False, settings=_settings_of(model), device=device)
-
-
-def _rows_in_torch(skeleton: Skeleton, rows: Sequence[Row]) -> list[Row]:
-    """The sparse weights that no part has."""
-    known = {row.layer for row in rows}
-    return [
-        Row(name.removesuffix(".weight"), f"{matrix.rows}x{matrix.columns}", matrix.sparsity, None, None, "torch")
-        for name, matrix in skeleton.matrices.items()
-        if known.isdisjoint((name, name.removesuffix(".weight")))
-    ]
+    settings = settings_of(model) if isinstance(model, SparseModel) else {}
+    return Deployed(swapped, skeleton, table, example, whole=False, settings=settings, device=device)
 
 
 def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: float) -> tuple[float, float]:
-    """Milliseconds of the deployed model and of the model in torch: of each the 30th percentile, in turns."""
+    """Time the deployed model and the model in torch, in turns. Return the 30th percentile of each, in milliseconds."""
     skeleton.fill_in()
 
     def in_torch() -> None:
@@ -275,10 +244,3 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
         skeleton.empty()
     deployed_ms, torch_ms = (1e3 * sorted(times)[int(0.3 * (len(times) - 1))] for times in found)
     return deployed_ms, torch_ms
-
-
-def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
-    if not isinstance(model, SparseModel):
-        return {}
-    names = ("allocation", "pattern", "keep_dense", "include", "seed")
-    return {"sparsity": model.target_sparsity} | {name: getattr(model, name) for name in names}

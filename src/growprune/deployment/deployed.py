@@ -1,37 +1,68 @@
-"""What `deploy` returns: a model with deployed parts, which refuses to be copied, moved or trained."""
+"""What `deploy` returns: a model with deployed parts, which refuses to be copied, moved or trained; and its folder.
+
+    model.safetensors   the weights, a sparse file
+    deployed.json       the table, the choice for each layer, on which machine, and the shape of the example
+
+A folder contains no code: whoever loads it brings the model's code. Choices are kept on a machine of the same kind, and
+measured again on any other. Nothing in the JSON is trusted.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import itertools
-import json
+import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment import deployed_folder
-from growprune.deployment.example import Example, first_line
+from growprune.deployment.cpu.library import Tile, cpu_model
+from growprune.deployment.cuda.products import Tile as GpuTile
+from growprune.deployment.example import Example
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton
-from growprune.errors import GrowpruneError
-from growprune.files.disk import replacing
+from growprune.errors import GrowpruneError, first_line
+from growprune.files import checkpoint
+from growprune.files import sparse_file as file
+from growprune.files.disk import NUMBER, Names, fault, read_json, write_json
+from growprune.masks.inspection import masks_of_zeros
+from growprune.sparse.model import SparseModel
 
 DEPLOY_AGAIN = "change the original model and deploy it again, with device='cpu' or 'cuda'"
+WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
+FORMAT = 3
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors that JSON causes when it was changed."""
+MAX_EXAMPLE_BYTES = 256 << 20
+"""The most bytes of an example whose shapes are read from a file."""
+MAX_TILE = 1 << 20
+"""The largest number in a tile, such as a cache size or a number of threads."""
+CHOICES = ("sparse", "dense", "torch")
+AGAIN = "deploy the model again"
+NAMES: Names = {
+    **{"device": str, "machine": dict, "is_whole": bool, "runs": str, "example": dict, "origin": dict},
+    **{"deployed_ms?": NUMBER, "torch_ms?": NUMBER, "in_torch.*": str},
+    **{f"rows.*.{name}": str for name in ("layer", "shape", "choice")},
+    **{"rows.*.sparsity": NUMBER, "rows.*.dense_ms?": NUMBER, "rows.*.sparse_ms?": NUMBER, "rows.*.tile?": dict},
+}
+"""Required names in the JSON, besides its format."""
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A part in the place of a module."""
+    """A part, and the module that it replaced."""
 
     owner: nn.Module
     name: str
     part: nn.Module
     module: nn.Module
-    """Its sparse weight may hold nothing; see `Skeleton.fill_in`."""
+    """Its sparse weight may be empty; see `Skeleton.fill_in`."""
 
 
 @dataclass
@@ -44,7 +75,7 @@ class Swapped:
     replaced: list[Replaced] = field(default_factory=list)
 
     def put(self, *, deployed: bool) -> None:
-        """Put the parts in their places, or what they were made of."""
+        """Put in the parts, or the modules that they replaced."""
         for one in self.replaced:
             one.owner._modules[one.name] = one.part if deployed else one.module
 
@@ -113,17 +144,12 @@ class Deployed(nn.Module):
         return super().train(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state if the model runs in torch; raise otherwise, since sparse kernels hold none."""
-        if not self.is_in_torch:
-            raise GrowpruneError(
-                "a deployed model has no state_dict: use deployed.save(folder), or the state_dict of the original model"
-            )
-        return super().state_dict(*args, **kwargs)
+        """Raise, because sparse kernels have no state."""
+        raise GrowpruneError(
+            "a deployed model has no state_dict: use deployed.save(folder), or the state_dict of the original model"
+        )
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state if the model runs in torch; raise otherwise."""
-        self.state_dict()
-        return super().load_state_dict(*args, **kwargs)
+    load_state_dict = state_dict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._modules["module"]
@@ -133,7 +159,7 @@ class Deployed(nn.Module):
             return module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own `generate`, as models of transformers have it."""
+        """Call the `generate` method of the module, as transformers models have one."""
         if not callable(own := getattr(self.module, "generate", None)):
             raise GrowpruneError(
                 "the module that runs has no method generate: deploy a model that has one, with whole=False"
@@ -142,7 +168,7 @@ class Deployed(nn.Module):
 
     @property
     def is_in_torch(self) -> bool:
-        """True if nothing of it runs on sparse kernels."""
+        """True if nothing runs on sparse kernels."""
         return self.module is self._skeleton.module and not self._swapped.replaced
 
     def stay_in_torch(self) -> None:
@@ -159,20 +185,97 @@ class Deployed(nn.Module):
             folder: the folder to write.
             origin: where the model's code is, for the command line.
         """
+        folder, skeleton = Path(folder), self._skeleton
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ABOUT).unlink(missing_ok=True)  # until it is written, the folder is known to be incomplete
         self._swapped.put(deployed=False)
         try:
-            deployed_folder.save_weights(Path(folder), self._skeleton, self._settings)
+            parameters = skeleton.module.parameters()
+            memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in parameters}
+            bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
         finally:
             self._swapped.put(deployed=True)
+        bare.fill_in()
+        if skeleton.matrices:  # as `SparseModel.from_zeros`, however few: what is dense may outweigh the other layers
+            sparse = SparseModel(bare.module, **{"sparsity": 0.0, "allocation": "global", **self._settings})
+            for name, mask in masks_of_zeros(bare.module.get_parameter, sparse.weights, sparse.pattern).items():
+                sparse.stored[name].set_mask(mask)
+            sparse.aim(self._settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable), sparse.lr_scaling)
+        else:
+            sparse = SparseModel(bare.module, sparsity=0.0)
+        file.save(sparse, folder / WEIGHTS)
+        tensors = dict[str, Tensor]()
+        try:
+            nest = checkpoint.encode([self._example.args, self._example.kwargs], tensors)
+        except TypeError as error:
+            raise GrowpruneError(
+                f"the example cannot be saved ({error}): use tensors, numbers, strings, lists, tuples and dicts"
+            ) from None
+        shapes = {key: [list(x.shape), str(x.dtype).removeprefix("torch.")] for key, x in tensors.items()}
         about = {
-            "format": deployed_folder.FORMAT,
+            "format": FORMAT,
             "device": self.device.type,
-            "machine": deployed_folder.machine(self.device),
+            "machine": machine(self.device),
             "is_whole": self._whole,
             "runs": "torch" if self.is_in_torch else "deployed",
-            "example": deployed_folder.encoded(self._example),
+            "example": {"arguments": nest, "tensors": shapes},
             "origin": dict(origin or {}),
             **self.table.to_dict(),
         }
-        with replacing(Path(folder) / deployed_folder.ABOUT) as written:
-            written.write((json.dumps(about, indent=1) + "\n").encode())
+        write_json(folder / ABOUT, about)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what a measurement is valid for."""
+    is_gpu = device.type == "cuda"
+    model = torch.cuda.get_device_name(device) if is_gpu else cpu_model()
+    digest = hashlib.sha256(model.encode()).hexdigest()[:16]
+    return {device.type: digest, "threads": 0 if is_gpu else torch.get_num_threads(), "torch": torch.__version__}
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], Table, Example]:
+    """Read the JSON of a folder: its content, its table and its example."""
+    path = folder / ABOUT
+    if not path.is_file():
+        raise GrowpruneError(
+            f"{folder} holds no deployed model: give a folder that Deployed.save or `growprune deploy` wrote"
+        )
+    about = read_json(path, {"format": int}, AGAIN)
+    if about["format"] != FORMAT:
+        raise GrowpruneError(
+            f"{path} has format {about['format']}, but this growprune reads {FORMAT}: {AGAIN}, or update growprune"
+        )
+    if wrong := fault(about, NAMES):
+        raise damaged(folder, wrong)
+    if about["device"] not in ("cpu", "cuda"):
+        raise damaged(folder, f"its device is {about['device'][:20]!r}")
+    rows, tensors = list[Row](), dict[str, Tensor]()
+    try:
+        for row in (Row(**one) for one in about["rows"]):
+            if row.choice not in CHOICES:
+                raise ValueError(f"a choice is {row.choice[:20]!r}")
+            tile: Any = row.tile
+            if tile is not None:
+                if not all(isinstance(number, int) and 0 <= number <= MAX_TILE for number in tile.values()):
+                    raise ValueError(f"a tile has numbers that are not from 0 to {MAX_TILE}")
+                tile = (Tile if about["device"] == "cpu" else GpuTile)(**tile)
+            rows.append(replace(row, tile=tile))
+        for key, (shape, name) in about["example"]["tensors"].items():
+            dtype = getattr(torch, name)
+            if not isinstance(dtype, torch.dtype) or len(shape) > 64:
+                raise TypeError(f"a tensor is {len(shape)}-dimensional and of {name!r}")
+            if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
+                raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
+            is_float = dtype.is_floating_point
+            tensors[key] = torch.rand(shape).to(dtype) if is_float else torch.zeros(shape, dtype=dtype)
+        args, kwargs = checkpoint.decode(about["example"]["arguments"], tensors)
+        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+            raise TypeError("the example is not a tuple and a dict")
+        table = Table(tuple(rows), about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
+    except UNREADABLE as error:
+        raise damaged(folder, first_line(error)) from None
+    return about, table, Example(args, kwargs)
+
+
+def damaged(folder: Path, why: str) -> GrowpruneError:
+    return GrowpruneError(f"{folder / ABOUT} is damaged ({why}): {AGAIN}")

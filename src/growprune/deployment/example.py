@@ -1,4 +1,4 @@
-"""The example a model is deployed with, and what calling the model does: its state from call to call, its errors."""
+"""The example that a model is deployed with, and calls of the model: their inputs, their state and their errors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from growprune.errors import GrowpruneError
+from growprune.errors import first_line as first_line
 from growprune.storage.adapters import leaving_masks
 
 TOLERANCE = 1e-5
-"""How far two calls of one model may be apart, of the largest number: sums are not always in the same order."""
+"""How far two outputs may differ, relative to the largest number: sums are not always in the same order."""
 PARTS = {"_parameters", "_buffers", "_modules"}
-"""Attributes of a module that are looked at by themselves, or that deploying changes with intent."""
+"""Attributes that `restored` does not treat like others: buffers have their own code, deploying changes the rest."""
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Example:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is tensors, one after the other. For most models it is, and then a call is quick to begin."""
+        """True if all arguments are positional tensors, as for most models. Calls then start faster."""
         return not self.kwargs and all(type(x) is Tensor for x in self.args)
 
     @property
@@ -49,23 +50,16 @@ class Example:
         return module(*self.args, **self.kwargs)
 
     def outside_inference_mode(self) -> Example:
-        """With normal tensors, which `torch.export` and in-place operations take. Call it outside of the mode."""
+        """Return it with normal tensors, as `torch.export` and in-place operations need. Call it outside the mode."""
         return self.mapped(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x)
 
     def mapped(self, change: Any) -> Example:
         return Example(*pytree.tree_map(change, (self.args, self.kwargs)))
 
 
-def first_line(error: BaseException, length: int = 160) -> str:
-    """An error in a few words that a screen can show."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:length]
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 @contextlib.contextmanager
 def of_the_example() -> Iterator[None]:
-    """Raise in one line what a model raises for an example that it cannot take."""
+    """Turn any error of a model that is called with the example into one line."""
     try:
         yield
     except Exception as error:  # whatever the code of a user does
@@ -95,9 +89,9 @@ def first_inputs(module: nn.Module, example: Example) -> dict[str, Example]:
 
 @torch.no_grad()
 def keeps_state(module: nn.Module, example: Example) -> bool:
-    """Whether a model gives something else when it is called again with the same input and random numbers.
+    """True if a model gives another output when it is called again with the same input and random numbers.
 
-    It is a copy that is called, with a state of its own. Its parameters are the model's: sparse weights stay compact.
+    The call is made on a copy, which shares the parameters, so that sparse weights stay compact.
     """
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copied, outputs = copy.deepcopy(module, memo | leaving_masks(module)).eval(), []

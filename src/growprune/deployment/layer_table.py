@@ -1,4 +1,4 @@
-"""How each layer of a deployed model runs, and what was measured."""
+"""A table of how each layer of a deployed model runs, with measured times."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from growprune.deployment.cpu.library import Tile
 from growprune.deployment.cuda.products import Tile as GpuTile
 
 WIDTH, MOST_ROWS = 80, 24
-"""Of a printed table: its columns of text, and the rows up to which each layer has one."""
+"""The width of a printed table, and the number of rows above which similar layers share one."""
 MOST_SHOWN, MOST_EACH = 240, 80
-"""The characters of a printed table for what stays in torch: in all, and for each."""
+"""The most characters that a printed table spends on what stays in torch: in all, and for each item."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,15 @@ class Row:
 
     layer: str
     shape: str
-    """Of its weight, and how many columns (on a GPU, samples) it is multiplied with."""
+    """The shape of the weight, and the number of columns (on a GPU, samples) that it is multiplied with."""
     sparsity: float
     dense_ms: float | None
-    """None where it was not measured."""
+    """None if it was not measured."""
     sparse_ms: float | None
     choice: str
-    """"sparse", "dense", or "torch": outside of what is deployed."""
+    """"sparse", "dense", or "torch" for a layer that is not deployed."""
     tile: Tile | GpuTile | None = None
-    """How the product is cut up, where it runs on our kernels."""
-    format: str = ""
-    """On a GPU: "offsets", "columns" or "dense"."""
+    """How our kernel divides the product; None in torch."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,11 @@ class Table(Sequence[Row]):
         return len(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """As text of at most WIDTH columns. In a long table, layers that differ in a number only share a line."""
+        """Return text of at most WIDTH columns. In a long table, layers whose names differ in a number share a line."""
         groups: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
             alike = re.sub(r"\d+", "*", row.layer) if len(self.rows) > MOST_ROWS else row.layer

@@ -1,6 +1,6 @@
-"""The parts of a model that are deployed on a CPU, each in the place of the module it was made of.
+"""The parts of a model that are deployed on a CPU, each in the place of the module that it replaces.
 
-A part takes inputs of any shape: for each it makes a plan, of which it keeps a few.
+A part takes inputs of any shape. It makes a plan for each shape, and keeps the last few.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from growprune.deployment.skeleton import Skeleton, is_linear
 from growprune.errors import GrowpruneError, warn
 
 MOST_PLANS = 8
-"""How many shapes a part keeps the plans of; the one that was used longest ago goes first."""
+"""The most plans that a part keeps. The least recently used plan is dropped first."""
 
 
 class _InPlaceOf(nn.Module):
-    """In the place of a module, which is no child of it, as the module's parameters may hold nothing."""
+    """The replacement of a module. The module is not registered as a child, because its parameters may be empty."""
 
     __reduce_ex__ = refuse_to_copy
     _apply = stay_as_made
@@ -46,7 +46,7 @@ class _InPlaceOf(nn.Module):
         self.plans: OrderedDict[object, Any] = OrderedDict()
 
     def __getattr__(self, name: str) -> Any:
-        """What else its owner may ask of the module."""
+        """Return other attributes of the replaced module, which its owner may need."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -63,7 +63,7 @@ class _InPlaceOf(nn.Module):
 
 
 class Part(_InPlaceOf):
-    """A module that runs as programs."""
+    """A module that runs as programs, one for each input shape."""
 
     def __init__(self, module: nn.Module, skeleton: Skeleton, *, seconds: float, known: Sequence[Row]) -> None:
         super().__init__(module, seconds=seconds)
@@ -85,7 +85,7 @@ class Part(_InPlaceOf):
             return self.__dict__["_module"](*args, **kwargs) if program is None else program(example.leaves)
 
     def _next(self, example: Example) -> Program | None:
-        """The plan for another shape, with the choices of the first; None if the module must run in torch with it."""
+        """Make the plan for another shape, with the choices of the first; None if it must run in torch."""
         for leaf in example.leaves:
             if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
                 raise GrowpruneError(
@@ -105,9 +105,9 @@ class Part(_InPlaceOf):
             return None
 
     def _compile(self, example: Example, seconds: float) -> tuple[Program, list[Row], list[str]]:
-        """All passes, one after the other: trace, fold, fuse, lower, choose, bind.
+        """Trace, fold, fuse, lower, choose and bind.
 
-        Beside the program, its layers, and which of its operations are torch's.
+        Returns the program, the rows of its layers, and its operations that stay in torch.
         """
         skeleton, traced = self._skeleton, trace(self.__dict__["_module"], example)
         parameters = {id(p): name for name, p in skeleton.module.named_parameters()}
@@ -125,7 +125,7 @@ class Part(_InPlaceOf):
 
 
 def _key(example: Example) -> object:
-    """What a plan depends on."""
+    """Return what a plan depends on."""
     if example.is_plain:
         return *((x.shape, x.dtype) for x in example.args), torch.get_num_threads()
     leaves, spec = pytree.tree_flatten((example.args, example.kwargs))
@@ -134,7 +134,7 @@ def _key(example: Example) -> object:
 
 
 class LinearPart(_InPlaceOf):
-    """A Linear (or transformers' Conv1D) by itself, for any number of tokens: they are rounded up to few numbers."""
+    """A single Linear (or Conv1D of transformers) for any number of tokens, which is rounded up to one of few."""
 
     def __init__(
         self, module: nn.Module, name: str, skeleton: Skeleton, *, seconds: float, known: Sequence[Row]
@@ -146,11 +146,11 @@ class LinearPart(_InPlaceOf):
         self._measured = {
             (int(row.shape.rpartition(" ")[2]), torch.get_num_threads()): row for row in known if row.layer == name
         }
-        """By the number of columns and threads, also of plans that are no longer kept."""
+        """Rows by the number of columns and threads, including those of dropped plans."""
         self.is_timed = True
-        """Until the model is deployed: no request waits for measurements."""
+        """True until the model is deployed: no request waits for measurements."""
         self.rows: list[Row] = []
-        """What was chosen while the model was deployed. Later shapes take the choice of the nearest one, untimed."""
+        """The choices made during deployment. Later shapes take the choice of the nearest shape, untimed."""
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class LinearPart(_InPlaceOf):
             return out[:, :columns].t().reshape(*x.shape[:-1], rows).clone()  # type: ignore[no-any-return]
 
     def _next(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, Callable[[], object]] | None:
-        """The plan for a number of columns and threads; None where the dense module is faster."""
+        """Make the plan for a number of columns and threads; None if the dense module is faster."""
         columns, threads = key
         geometry = Geometry.linear(self._matrix.columns, columns)
         spec = LayerSpec(self._name, self._matrix, geometry, self._bias)
@@ -187,7 +187,7 @@ class LinearPart(_InPlaceOf):
 
 
 def rounded(columns: int) -> int:
-    """The number of columns that a layer is made for.
+    """Round a number of columns up to one of few, for which plans are made.
 
     >>> [rounded(n) for n in (1, 3, 8, 9, 33, 70, 300)]
     [1, 4, 8, 16, 48, 80, 320]
@@ -196,9 +196,6 @@ def rounded(columns: int) -> int:
         return 1 << (columns - 1).bit_length()
     step = 16 if columns <= 128 else 64
     return -(-columns // step) * step
-
-
-# A model that cannot be deployed as a whole: the largest parts that can be, and single layers
 
 
 def deploy_parts(
@@ -210,46 +207,43 @@ def deploy_parts(
     by_layer: bool = False,
     reasons: Sequence[str] = (),
 ) -> Swapped:
-    """Replace parts of the skeleton's module, which is filled, as others may use what is inside of them."""
+    """Replace the largest parts that can be deployed, or single layers, of a model that cannot be deployed as a whole.
+
+    The module gets its dense weights back, because other code may use what is inside the parts.
+    """
     skeleton.fill_in()
     inputs, share = first_inputs(skeleton.module, example), seconds / max(1, len(skeleton.matrices))
-    swapped = Swapped(skeleton.module, in_torch=[*reasons])
-
-    def part_of(module: nn.Module, path: str, num_weights: int) -> nn.Module | None:
-        is_layer = f"{path}.weight" in skeleton.matrices
-        if path not in inputs or (by_layer and not is_layer):
-            return None
-        if is_layer and is_linear(module):
-            return LinearPart(module, path, skeleton, seconds=share / 2, known=known)
-        part = Part(module, skeleton, seconds=share * num_weights, known=known)
-        try:
-            planned = part.plan(inputs[path])
-        except NotTraceable as error:
-            swapped.in_torch.append(f"{path} ({type(module).__name__}: {error})")
-            return None
-        swapped.rows += planned.rows
-        swapped.in_torch += planned.in_torch
-        return part if any(row.choice != "torch" for row in planned.rows) else None
-
-    def walk(module: nn.Module, path: str) -> None:
-        for name, child in list(module.named_children()):
-            below = f"{path}.{name}" if path else name
-            num_weights = sum(weight.startswith(f"{below}.") for weight in skeleton.matrices)
-            if not num_weights or isinstance(child, (Part, LinearPart)):
+    swapped, taken = Swapped(skeleton.module, in_torch=[*reasons]), list[str]()
+    for path, child in list(skeleton.module.named_modules())[1:]:  # each module before those inside it
+        num_weights = sum(weight.startswith(f"{path}.") for weight in skeleton.matrices)
+        is_layer, is_inside = f"{path}.weight" in skeleton.matrices, path.startswith(tuple(taken))
+        if not num_weights or path not in inputs or is_inside or (by_layer and not is_layer):
+            continue
+        part: Part | LinearPart
+        if is_layer and is_linear(child):
+            part = LinearPart(child, path, skeleton, seconds=share / 2, known=known)
+        else:
+            part = Part(child, skeleton, seconds=share * num_weights, known=known)
+            try:
+                planned = part.plan(inputs[path])
+            except NotTraceable as error:
+                swapped.in_torch.append(f"{path} ({type(child).__name__}: {error})")
                 continue
-            if (part := part_of(child, below, num_weights)) is None:
-                walk(child, below)
-            else:
-                module._modules[name] = part
-                swapped.replaced.append(Replaced(module, name, part, child))
-
-    walk(skeleton.module, "")
+            swapped.rows += planned.rows
+            swapped.in_torch += planned.in_torch
+            if all(row.choice == "torch" for row in planned.rows):
+                continue
+        parent, _, name = path.rpartition(".")
+        owner = skeleton.module.get_submodule(parent)
+        owner._modules[name] = part
+        taken.append(f"{path}.")
+        swapped.replaced.append(Replaced(owner, name, part, child))
     example.call(skeleton.module)  # single layers are chosen when they see their first input
     batch = next((len(leaf) for leaf in example.leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
-    for part in (one.part for one in swapped.replaced):
-        if isinstance(part, LinearPart):
+    for one in swapped.replaced:
+        if isinstance(one.part, LinearPart):
             if by_layer:
-                part(torch.zeros(batch, part.num_inputs))  # a step of decoding: one token of each sample
-            part.is_timed = False
-            swapped.rows += part.rows
+                one.part(torch.zeros(batch, one.part.num_inputs))  # a step of decoding: one token of each sample
+            one.part.is_timed = False
+            swapped.rows += one.part.rows
     return swapped

@@ -1,6 +1,6 @@
 """A model without its sparse weights: the code that is traced, and the weights as matrices beside it.
 
-The model itself is left as it is, and not needed afterwards: nothing here shares memory with it.
+Nothing here shares memory with the original model, which is not changed.
 """
 
 from __future__ import annotations
@@ -14,42 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, block_of, from_dense, pattern_of
-from growprune.deployment.cuda.formats import MOST_COLUMNS
-from growprune.deployment.cuda.products import DTYPES
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, pattern_of
+from growprune.deployment.cuda.products import DTYPES, MOST_COLUMNS
 from growprune.masks.layers import Weight, dense_shape, layer_weights, shape_of
-from growprune.masks.patterns import Pattern, Unstructured
+from growprune.masks.patterns import Unstructured
 from growprune.sparse.model import SparseModel
 from growprune.storage.adapters import leaving_masks
 from growprune.storage.compact import layouts_of, make_plain
 
 WORTHWHILE_ON_A_GPU = 0.4
-"""The sparsity below which no format of a GPU is faster than a dense layer."""
+"""The sparsity below which no layer is faster on the sparse kernels of a GPU."""
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model in eval mode whose sparse weights hold nothing."""
+    """A model in eval mode whose sparse weights are empty."""
 
     module: nn.Module
     matrices: Mapping[str, SparseMatrix]
     """The sparse weights, by the name of their parameter."""
 
     transposed: frozenset[str] = frozenset()
-    """Those of them that the module has as (in, out)."""
+    """The names of those that the module stores as (in, out)."""
 
     def dense_weight(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A sparse weight in the shape that its layer has."""
+        """Return a sparse weight as a dense tensor, in the shape of its layer."""
         dense = self.matrices[name].dense()
         if name in self.transposed:
             return dense.t().contiguous()
         return dense.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
 
     def fill_in(self) -> None:
-        """Give the module its weights, dense, for those parts of it that stay in torch."""
+        """Give the module its dense weights, for the parts that stay in torch."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name in self.matrices:
-            parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
+            parameter = parameters.get(name)  # none if its module was replaced, which then has its weights
             if parameter is not None and parameter.stride() == (0,) * parameter.dim():
                 parameter.data = self.dense_weight(name, parameter.shape).to(parameter.device, parameter.dtype)
 
@@ -60,7 +59,7 @@ class Skeleton:
 
 
 def nothing_like(values: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of this shape that takes no memory."""
+    """Return a tensor of this shape that takes no memory."""
     return torch.zeros((), dtype=values.dtype, device=values.device).expand(shape)
 
 
@@ -93,9 +92,8 @@ def skeleton_of(model: nn.Module | SparseModel, *, for_gpu: bool = False) -> Ske
         if len(weights[0].shape) != len(shape) or (weights[0].transposed and len(shape) != 2):
             continue
         matrix = _matrix(owner, local, weights, sparse, for_gpu)
-        if for_gpu and matrix.columns > MOST_COLUMNS:
-            continue
-        if matrix.sparsity >= (WORTHWHILE_ON_A_GPU if for_gpu else WORTHWHILE):
+        fits = not for_gpu or matrix.columns <= MOST_COLUMNS
+        if fits and matrix.sparsity >= (WORTHWHILE_ON_A_GPU if for_gpu else WORTHWHILE):
             matrices[name] = matrix
             nothing[name] = nn.Parameter(nothing_like(values.detach(), shape).cpu(), requires_grad=False)
     transposed = frozenset(name for name in matrices if groups[name][0].transposed)
@@ -105,26 +103,20 @@ def skeleton_of(model: nn.Module | SparseModel, *, for_gpu: bool = False) -> Ske
 def _matrix(
     module: nn.Module, local: str, weights: list[Weight], sparse: SparseModel | None, for_gpu: bool
 ) -> SparseMatrix:
-    """A parameter of a module in either storage. Without a SparseModel, the zeros of a dense one are dead."""
+    """Return a parameter of a module, in either storage. Without a SparseModel, its zeros count as pruned."""
     values, layout = module._parameters[local], layouts_of(module).get(local)
     assert values is not None
     if layout is not None:
         dense, mask = layout.expand(values.detach()), layout.mask()
     else:
         dense, mask = values, values != 0 if sparse is None else sparse.stored[weights[0].parameter].mask()
-    transposed = any(weight.transposed for weight in weights)
-    pattern: Pattern = Unstructured()
-    if sparse is None and not for_gpu:
-        pattern = pattern_of(mask.t() if transposed else mask)
-    elif sparse is not None and not for_gpu:
-        height, _ = block_of(sparse.pattern)
-        if all(weight.rows is None or weight.rows[0] % height == 0 for weight in weights):
-            pattern = sparse.pattern  # else several matrices lie one below the other: blocks would reach into the next
+    transposed = weights[0].transposed
+    pattern = Unstructured() if for_gpu else pattern_of(mask.t() if transposed else mask)
     return from_dense(dense, mask, pattern=pattern, transposed=transposed)
 
 
 def blank_copy(module: nn.Module) -> nn.Module:
-    """A copy of a model, to be filled from a file: plain, its parameters on the meta device and all else on the CPU."""
+    """Return a plain copy of a model to fill from a file: parameters on the meta device, all else on the CPU."""
     blank = {
         name: nn.Parameter(torch.empty(shape_of(module, name), dtype=p.dtype, device="meta"), p.requires_grad)
         for name, p in module.named_parameters()
@@ -135,7 +127,7 @@ def blank_copy(module: nn.Module) -> nn.Module:
 
 
 def _copied_with(module: nn.Module, replaced: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A plain copy of a model with other parameters of these names; those of the model are not copied."""
+    """Return a plain copy of a model with other parameters of these names. Its own parameters are not copied."""
     parameters = dict(module.named_parameters())
     memo: dict[int, Any] = {id(parameters[name]): parameter for name, parameter in replaced.items()}
     bare: nn.Module = copy.deepcopy(module, memo | leaving_masks(module))
@@ -150,7 +142,7 @@ def _copied_with(module: nn.Module, replaced: Mapping[str, nn.Parameter]) -> nn.
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a Linear or transformers' Conv1D, in either storage, and does nothing more."""
+    """True for a Linear or Conv1D of transformers, in either storage, without hooks or a forward of its own."""
     kind = getattr(type(module), "_plain_class", type(module))
     is_conv1d = any(base.__name__ == "Conv1D" for base in kind.__mro__) and hasattr(module, "nf")
     is_plain = issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward

@@ -7,11 +7,10 @@ sparse if the source has a mask for it, or if at least 5 % of it is zero.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,19 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.disk import replacing
-from growprune.files.exporters import to_dense, write_dense
-from growprune.files.importers import Imported, read
-from growprune.files.importers.imported import bare_model
-from growprune.files.onnx_export import export_onnx
+from growprune.files.exporters import export_onnx, write_dense
+from growprune.files.importers import Imported, bare_model, read
 from growprune.files.pretrained import build_with_example, save_pretrained
 from growprune.files.weights_file import weights_file
 from growprune.masks.bits import pack
-from growprune.masks.layers import first_names, matches
+from growprune.masks.layers import first_names
 from growprune.sparse.model import SparseModel, named_tensors
 
 FORMATS = ("sparse", "dense", "hf", "onnx")
 """The formats that can be written."""
 
-SUFFIXES = {".onnx": "onnx", "": "hf"}
-
-MAX_GLOBS = 1000
-"""The most globs that may name the matrices of a model without code. Each is matched against all names."""
+MAX_ESCAPED = 1000
+"""The most names with characters of globs. Each of them is matched against all names."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json", "growprune.json")
 """The endings of files in a folder that are not copied."""
@@ -85,7 +80,13 @@ def convert(
     """
     source, dest = Path(source), Path(dest)
     found = read(source)
-    to = to or target_by_name(dest, found.format)
+    endings = {".safetensors": "dense" if found.format == "growprune" else "sparse", ".onnx": "onnx", "": "hf"}
+    to = to or ("hf" if dest.is_dir() else endings.get(dest.suffix))
+    if to is None:
+        raise GrowpruneError(
+            f"the name {dest} does not say which format to write: use the ending .safetensors or .onnx, or none "
+            f"for a folder, or choose one of {', '.join(FORMATS)}"
+        )
     if to not in FORMATS:
         raise GrowpruneError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
     if sparse and to != "onnx":
@@ -108,41 +109,34 @@ def convert(
         )
     if to == "hf" and not source.is_dir() and not hasattr(model, "save_pretrained"):
         notes.append("the folder has no config.json: add that of the model, transformers needs it")
-    before, sparsity, dense_bytes = num_bytes(source), found.sparsity, found.dense_bytes
+    before, sparsity = num_bytes(source), found.sparsity
+    dense_bytes = sum(tensor.nbytes for tensor in found.tensors.values())
     masks = sorted(found.masks.items())
     matrices = {name: {"shape": [*mask.shape], "alive": int(mask.count_nonzero())} for name, mask in masks}
     dest.parent.mkdir(parents=True, exist_ok=True)
     if to == "sparse" and found.format == "growprune" and model is None:
         with weights_file(source).open("rb") as opened, replacing(dest) as written:  # with its settings
             shutil.copyfileobj(opened, written)
-    elif to == "dense" and model is None:
+    elif to == "dense":
         write_dense(found.tensors, found.aliases, dest)
     else:
-        filled = bare_sparse_model(found, str(source)) if model is None else _filled(found, source, model)
+        if model is None:
+            filled = bare_sparse_model(found, str(source))
+        else:
+            for name, tensor in named_tensors(model).items():  # the model gets the dtypes of the weights
+                theirs = found.tensors.get(found.aliases.get(name, name))
+                if theirs is not None and theirs.dtype != tensor.dtype and tensor.is_floating_point():
+                    tensor.data = tensor.data.to(theirs.dtype)
+            is_ours = found.format == "growprune"
+            filled = file.load(weights_file(source), model) if is_ours else found.into(model)
         if to == "sparse":
             file.save(filled, dest)
-        elif to == "dense":
-            to_dense(filled, dest)
         elif to == "hf":
             _write_folder(filled, source, dest)
         else:
             export_onnx(filled, dest, example, sparse=sparse)
     sizes = before, num_bytes(dest), dense_bytes
     return Converted(source, dest, found.format, to, *sizes, matrices, sparsity, tuple(notes))
-
-
-def target_by_name(dest: Path, format: str) -> str:
-    """Return the format that the name of a file or folder implies."""
-    if dest.is_dir():
-        return "hf"
-    if dest.suffix == ".safetensors":
-        return "dense" if format == "growprune" else "sparse"
-    if dest.suffix not in SUFFIXES:
-        raise GrowpruneError(
-            f"the name {dest} does not say which format to write: use the ending .safetensors or .onnx, or none "
-            f"for a folder, or choose one of {', '.join(FORMATS)}"
-        )
-    return SUFFIXES[dest.suffix]
 
 
 def num_bytes(path: Path) -> int:
@@ -169,15 +163,6 @@ def _check_dest(source: Path, dest: Path, to: str, force: bool) -> None:
         raise GrowpruneError(f"{dest} is a folder without a model, so it is not replaced: use another name")
 
 
-def _filled(found: Imported, source: Path, model: nn.Module) -> SparseModel:
-    """Return the imported weights in the model, which gets their dtypes."""
-    for name, tensor in named_tensors(model).items():
-        theirs = found.tensors.get(found.aliases.get(name, name))
-        if theirs is not None and theirs.dtype != tensor.dtype and tensor.is_floating_point():
-            tensor.data = tensor.data.to(theirs.dtype)
-    return file.load(weights_file(source), model) if found.format == "growprune" else found.into(model)
-
-
 def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     """Return the imported weights in a bare module without code, and move the masks out of `found`.
 
@@ -187,11 +172,10 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     names = [name for name, tensor in floats.items() if tensor.ndim >= 2 and tensor.numel()]
     if not names:
         raise GrowpruneError(f"{where} has no matrix that can be sparse: write it with --to dense")
+    if (count := sum(escape(name) != name for name in names)) > MAX_ESCAPED:
+        raise GrowpruneError(f"{where} has {count} matrices with *, ? or [ in their names: pass --model")
     chosen = [name for name in names if name in found.masks] or names
-    include = _globs(chosen, {*found.tensors, *found.aliases} - set(chosen))
-    keep_dense = _globs(sorted(set(names) - set(chosen)), [*chosen, *found.aliases])
-    if (count := len(include) + len(keep_dense)) > MAX_GLOBS:
-        raise GrowpruneError(f"{where} has matrices with {count} kinds of names, more than {MAX_GLOBS}: pass --model")
+    include, keep_dense = map(escape, chosen), map(escape, sorted(set(names) - set(chosen)))
     model = bare_model(found.tensors, found.aliases)
     sparsity = min(found.sparsity, 1 - 2**-53)
     sparse = SparseModel(model, sparsity, allocation="global", include=include, keep_dense=keep_dense)
@@ -200,22 +184,6 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     state = sparse.state_dict()
     sparse.load_state_dict(state | {"masks": state["masks"] | masks})
     return sparse
-
-
-def _globs(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return globs that match all the names and none of the others; names that have no such glob stay as they are.
-
-    >>> _globs(["layers.0.fc.weight", "layers.1.fc.weight", "head.1.weight"], {"head.2.weight"})
-    ['layers.*.fc.weight', 'head.1.weight']
-    """
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    found: list[str] = []
-    for glob, group in alike.items():
-        is_right = all(matches(name, glob) for name in group) and not any(matches(other, glob) for other in others)
-        found += [glob] if len(found) <= MAX_GLOBS and is_right else group
-    return found
 
 
 def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:

@@ -53,8 +53,7 @@ def from_onnx(path: str | os.PathLike[str]) -> OnnxModel:
 
             model = onnx.version_converter.convert_version(model, OPSET)
     except Exception as error:  # protobuf's, the checker's, the converter's, and those of files beside it
-        why = shorten(" ".join(str(error).split()), 200)
-        raise GrowpruneError(f"{path} is no ONNX file that can be read ({why})") from error
+        raise GrowpruneError(f"{path} is not an ONNX file that can be read ({_in_a_line(error)})") from error
     return OnnxModel(model, str(path)).eval()
 
 
@@ -74,24 +73,23 @@ class OnnxModel(nn.Module):
         given = [one for one in model.graph.input if one.name not in known]
         self.inputs = {one.name: copy.deepcopy(one.type.tensor_type) for one in given}
         self.outputs = [one.name for one in model.graph.output]
-        left = list[Any]()  # without what depends on stored numbers alone, such as the weights of a sparse file
+        used = {*self.outputs, *(name for node in model.graph.node for name in node.input if name)}
+        left, sizes, unread = list[Any](), set[str](), set[str]()  # sizes are known when the shapes of the inputs are
         for node in model.graph.node:
+            kind, operands = node.op_type, {*node.input} - {""}
             if any(one.type in (one.GRAPH, one.GRAPHS) for one in node.attribute):
-                raise GrowpruneError(f"{path} has control flow ({node.op_type}), which is not read: export it without")
-            is_random = node.op_type.startswith("Random")  # which has no input either
-            if _is_standard(node) and not is_random and all(name in known or not name for name in node.input):
+                raise GrowpruneError(f"{path} has control flow ({kind}), which is not read: export it without")
+            is_standard = node.domain in ("", "ai.onnx")
+            if is_standard and not kind.startswith("Random") and operands <= known.keys():  # as weights of sparse files
                 known |= _by_name(node, _in_numpy(node, [known.get(name) for name in node.input], self.opset))
-            else:
-                left.append(copy.deepcopy(node))  # a node of the file would keep all of it in memory
-        sizes, unread = set(known), set()  # what is known when the shapes of the inputs are
-        used = {*self.outputs, *(name for node in left for name in node.input if name)}
-        for node in left:
-            if node.op_type == "Shape" or (node.input and all(name in sizes or not name for name in node.input)):
+                continue
+            left.append(copy.deepcopy(node))  # a node of the file would keep all of it in memory
+            if kind == "Shape" or (operands and all(name in known or name in sizes for name in operands)):
                 sizes.update(node.output)
-            elif node.op_type not in {*OPERATIONS, *LAYERS} or not _is_standard(node):
-                unread.add(node.op_type)
-            elif node.op_type != "Split" and used.intersection(node.output[1:]):
-                unread.add(f"{node.op_type} with several outputs")
+            elif kind not in {*OPERATIONS, *LAYERS} or not is_standard:
+                unread.add(kind)
+            elif kind != "Split" and used.intersection(node.output[1:]):
+                unread.add(f"{kind} with several outputs")
         if unread:
             raise GrowpruneError(f"{path} has operations that are not read: {', '.join(sorted(unread))}")
 
@@ -176,8 +174,7 @@ def check_like_onnxruntime(path: str | os.PathLike[str], module: Callable[..., A
         given = {one.name: x.numpy() for one, x in zip(session.get_inputs(), example, strict=True)}
         found = session.run(None, given)
     except Exception as error:  # its own, which have no class in common, for what it does not run
-        why = shorten(" ".join(str(error).split()), 200)
-        warn(f"{os.fspath(path)} is not compared with onnxruntime, which does not run it ({why})")
+        warn(f"{os.fspath(path)} is not compared with onnxruntime, which does not run it ({_in_a_line(error)})")
         return
     outputs = module(*example)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -190,8 +187,8 @@ def check_like_onnxruntime(path: str | os.PathLike[str], module: Callable[..., A
             raise GrowpruneError(f"{os.fspath(path)} gives other outputs here than in onnxruntime: please report it")
 
 
-def _is_standard(node: Any) -> bool:
-    return node.domain in ("", "ai.onnx")
+def _in_a_line(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()), 200)
 
 
 def _opset(model: Any) -> int:
@@ -217,16 +214,13 @@ def _in_numpy(node: Any, values: Sequence[Any], opset: int) -> list[Any]:
     from onnx.reference import ReferenceEvaluator
 
     if node.op_type == "GatherElements":  # onnx's own fails on some shapes
-        data, at, axis = values[0], values[1], next((one.i for one in node.attribute), 0)
-        places = list(np.ogrid[tuple(map(slice, at.shape))])
-        places[axis] = at  # negative ones count from the end
-        return [data[tuple(places)]]
+        axis = next((one.i for one in node.attribute), 0)
+        return [OPERATIONS["GatherElements"](*values, axis=axis).numpy()]
     given = {name: np.asarray(value) for name, value in zip(node.input, values, strict=True) if name}
     try:
         return list(ReferenceEvaluator(node, opsets={"": opset}).run(None, given))
     except Exception as error:  # of numpy, and its own
-        why = shorten(" ".join(str(error).split()), 200)
-        raise GrowpruneError(f"onnx cannot compute a {node.op_type} of the file ({why})") from error
+        raise GrowpruneError(f"onnx cannot compute a {node.op_type} of the file ({_in_a_line(error)})") from error
 
 
 # Layers: products with stored weights
@@ -393,8 +387,7 @@ def _pad(x: Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode: str
     return F.pad(x, amounts, value=0.0 if value is None else float(value))
 
 
-def _max_pool(x: Tensor, *, ceil_mode: int = 0, storage_order: int = 0, **attributes: Any) -> Tensor:
-    del storage_order
+def _max_pool(x: Tensor, *, ceil_mode: int = 0, **attributes: Any) -> Tensor:
     even, before = _padding(attributes)
     kernel = attributes["kernel_shape"]
     function: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(kernel) - 1]

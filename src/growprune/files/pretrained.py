@@ -25,14 +25,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from growprune.errors import GrowpruneError, shorten
+from growprune.errors import GrowpruneError, first_line
 from growprune.files import sparse_file as file
-from growprune.files.disk import replacing
-from growprune.files.manifest import FORMAT
-from growprune.files.reader import open_safetensors
+from growprune.files.disk import write_json
+from growprune.files.exporters import to_dense
+from growprune.files.reader import FORMAT, open_safetensors
 from growprune.files.weights_file import ABOUT, DENSE, SPARSE, digest_of, sparse_file
-from growprune.files.writer import write_safetensors
-from growprune.masks.layers import tensors_of
 from growprune.sparse.model import SparseModel, check_sparse_model
 
 
@@ -55,13 +53,9 @@ def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str]) -> None
     if callable(own := getattr(sparse.model, "save_pretrained", None)):
         own(folder)
     else:
-        state, names = sparse.model.state_dict(), tensors_of(sparse.model)[0]
-        with replacing(folder / DENSE) as written:
-            write_safetensors(written, {name: state[name].detach() for name in names}, {"format": "pt"})
+        to_dense(sparse, folder / DENSE)
     dense = sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
-    about = {"format": 1, "dense": {path.name: digest_of(path) for path in dense}}
-    with replacing(folder / ABOUT) as written:
-        written.write((json.dumps(about, indent=1) + "\n").encode())
+    write_json(folder / ABOUT, {"format": 1, "dense": {path.name: digest_of(path) for path in dense}})
 
 
 def from_pretrained(
@@ -144,14 +138,12 @@ def build_with_example(folder: Path) -> tuple[nn.Module, Any]:
         kind = getattr(importlib.import_module("transformers"), name)
         model: Any = _build_by_config(kind, folder)
     except Exception as error:  # whatever transformers raises about a config
-        said = shorten(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__, 200)
+        why = first_line(error, 200)
         raise GrowpruneError(
-            f"cannot build a model of transformers from {folder / 'config.json'} ({said}): pass --model"
+            f"cannot build a model of transformers from {folder / 'config.json'} ({why}): pass --model"
         ) from error
     if model.main_input_name == "input_ids":
         tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, 8))
         example = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         return model, example | ({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})
-    if model.main_input_name == "pixel_values" and isinstance(size := getattr(model.config, "image_size", None), int):
-        return model, {"pixel_values": torch.randn(2, model.config.num_channels, size, size)}
     return model, None

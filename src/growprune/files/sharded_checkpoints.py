@@ -1,8 +1,8 @@
 """Checkpoints of sharded training with torch's distributed checkpoint (DCP): each rank writes its own shards.
 
-A checkpoint is a folder with DCP's files (values, optimizer state, masks, gradients for the next edit) and an index,
-`growprune.json`, which is written last: a folder without it is incomplete. It can be read on any number of ranks,
-including a single process without sharding. The metadata of DCP is a pickle: read only folders that you trust.
+A checkpoint is a folder with the files of DCP (values, optimizer state, masks, gradients for the next edit) and an
+index, `growprune.json`, which is written last: a folder without it is incomplete. It can be read on any number of
+ranks, including a single process without sharding. The metadata of DCP is a pickle: read only folders that you trust.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +30,11 @@ from growprune.sparse.model import named_tensors
 if TYPE_CHECKING:
     from growprune.sparse.cursor import Cursor
     from growprune.sparse.model import SparseModel
-    from growprune.storage import SparseParameter
 
 INDEX = "growprune.json"
-VERSION = 2
+VERSION = 3
+ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+"""The warning of DCP about a single process, which we support."""
 
 
 def save_sharded_checkpoint(
@@ -55,15 +55,19 @@ def save_sharded_checkpoint(
     sparse.notice_shards()
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} already has a checkpoint: use a new folder, such as state-{{iteration}}")
+    if sparse.storage != "compact":
+        raise GrowpruneError(
+            f"sharded checkpoints need storage='compact', got {sparse.storage!r}: use torch.save with the state_dict "
+            f"of a Sparsifier"
+        )
     place = None if cursor is None else cursor.state_dict()
     if place is not None and place["rule"]:
         raise GrowpruneError("a sharded model cannot be checkpointed inside a phase with a rule")
-    averages = {f"averages.{name}": average for name, average in sparse.gradients.averages.items()}
     masks = {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in sparse.stored.items()}
     gradients = {  # for the next edit; in a sharded model, the part of each rank
         f"gradients.{name}": _as_sharded(sparse, name, part) for name, part in sparse.gradients.all_shares().items()
     }
-    tensors = {**_model(sparse), **masks, **_optimizer_tensors(sparse, optimizer), **gradients, **averages}
+    tensors = {**_model(sparse), **masks, **_optimizer_tensors(sparse, optimizer), **gradients}
     index = {
         "format": "growprune-state",
         "version": VERSION,
@@ -73,11 +77,11 @@ def save_sharded_checkpoint(
         "cursor": place,
         "gradients": sparse.gradients.flags(),
         "watched": list(gradients),
-        "averages": list(averages),
         "optimizer": None if optimizer is None else _optimizer_index(sparse, optimizer),
     }
     text = json.dumps(index)  # before anything is written: settings of an optimizer may be no JSON
-    with _quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ALONE)
         state_dict_saver.save(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
     if not _is_distributed() or distributed.get_rank() == 0:
         with replacing(folder / INDEX) as file:
@@ -121,14 +125,12 @@ def load_sharded_checkpoint(
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
     }
-    averages = {}  # dense moving averages of gradients, which compact storage has none of
-    for key in index["averages"]:
-        stored = sparse.stored[key.removeprefix("averages.")]
-        averages[key] = _zero(stored).expand(stored.shape).clone()
-    _read(folder, {**masks, **averages})
-    seen = {"sums": {}, "averages": _named(averages, "averages."), **index["gradients"]}
+    _read(folder, masks)
+    seen = {"sums": {}, "averages": {}, **index["gradients"]}
     made = {"num_edits": index["num_edits"], "settings": index["settings"]}
-    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **made})
+    sparse.load_state_dict(
+        {"masks": {key.removeprefix("masks."): mask for key, mask in masks.items()}, "gradients": seen, **made}
+    )
     tensors = _model(sparse)
     if optimizer is not None and index["optimizer"] is not None:
         prepare_optimizer(sparse, optimizer, index["optimizer"])
@@ -136,12 +138,14 @@ def load_sharded_checkpoint(
     watched = {}
     for key in index["watched"]:
         name = key.removeprefix("gradients.")
-        flat = _zero(sparse.stored[name]).expand(sparse.stored[name].shape.numel())
+        stored = sparse.stored[name]
+        wide = torch.promote_types(stored.parameter.dtype, torch.float32)  # as gradients are summed
+        flat = torch.zeros(1, dtype=wide, device=stored.parameter.device).expand(stored.shape.numel())
         part = flat if sparse.ranks is None else sparse.ranks.local_shard(flat)
         watched[key] = _as_sharded(sparse, name, part.clone())
     _read(folder, {**tensors, **watched})
-    shares = _named(watched, "gradients.").items()
-    sparse.gradients.take_shares({name: p.to_local() if isinstance(p, DTensor) else p for name, p in shares})
+    shares = {key: part.to_local() if isinstance(part, DTensor) else part for key, part in watched.items()}
+    sparse.gradients.take_shares({key.removeprefix("gradients."): part for key, part in shares.items()})
     if cursor is not None:
         cursor.load_state_dict(index["cursor"])
 
@@ -170,17 +174,10 @@ def _is_distributed() -> bool:
 
 def _read(folder: Path, tensors: dict[str, Any]) -> None:
     """Fill tensors in place."""
-    if tensors:
-        with _quiet():
-            state_dict_loader.load(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence DCP's warning about a single process, which is supported."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        warnings.filterwarnings("ignore", ALONE)
+        if tensors:
+            state_dict_loader.load(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
 
 
 def _model(sparse: SparseModel) -> dict[str, Any]:
@@ -248,17 +245,6 @@ def prepare_optimizer(sparse: SparseModel, optimizer: Optimizer, index: Mapping[
             is_apart = key == "step" and id(parameter) not in counting
             state[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu" if is_apart else parameter.device)
         optimizer.state[parameter] = {**state, **about["plain"]}
-
-
-def _named(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return tensors by parameter name, without the prefix."""
-    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
-
-
-def _zero(parameter: SparseParameter) -> Tensor:
-    """Return zeros for a gradient, in float32 or wider."""
-    stored = parameter.parameter
-    return torch.zeros(1, dtype=torch.promote_types(stored.dtype, torch.float32), device=stored.device)
 
 
 def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:

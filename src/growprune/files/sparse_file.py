@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.manifest import FORMAT, VERSION
-from growprune.files.reader import match_model, open_sparse
+from growprune.files.reader import FORMAT, VERSION, match_model, open_sparse
 from growprune.files.writer import check_finished, write_file
 from growprune.masks.bits import MAX_EXPANSION, num_mask_bytes
 from growprune.sparse.model import SparseModel, check_sparse_model, named_tensors

@@ -5,25 +5,31 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.disk import replacing
-from growprune.files.manifest import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, crc32, write_metadata
-from growprune.files.reader import open_sparse
+from growprune.files.reader import (
+    DTYPES,
+    GAP_DTYPES,
+    Entry,
+    Gaps,
+    bytes_of,
+    check_blocks,
+    crc32,
+    open_sparse,
+    write_metadata,
+)
 from growprune.masks.bits import encode_mask, whole
-from growprune.masks.layers import prunable_weights, tensors_of
+from growprune.masks.layers import Weight, prunable_weights, tensors_of
 from growprune.sparse.cursor import cursor_of
 from growprune.sparse.model import SparseModel, sparse_model_of
 from growprune.sparse.summary import targets
-
-if TYPE_CHECKING:
-    from growprune.sharding.handles import Ranks
 
 MISSED = 0.01
 """How far a model may be from its target sparsity without a warning. Some methods miss it by a few weights."""
@@ -32,65 +38,44 @@ MISSED = 0.01
 def write_file(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     """Write a sparse model to a file as `save` does, without the warning about an unfinished plan.
 
-    Only prunable tensors are copied. If the model is sharded, all ranks must call it.
+    If the model is sharded, all ranks must call it. The first rank writes, and holds one tensor at a time, so tensors
+    are gathered twice: for their checksums, which come first in the file, and to write them.
     """
     for name, module in sparse.model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             what = f"the extra state of {name or 'the model'} ({type(module).__name__})"
             warn(f"{what} is not saved: a sparse file holds only parameters and buffers")
     sparse.notice_shards()
-    if sparse.ranks is not None:
-        _write_sharded(sparse, Path(path), sparse.ranks)
-        return
-    entries: list[Entry] = []
-    tensors: dict[str, Tensor] = {}
-    for entry, parts in _each_stored(sparse):
-        entries.append(entry)
-        tensors |= parts
-    with replacing(Path(path)) as file:
-        write_safetensors(file, tensors, write_metadata(_settings(sparse), entries))
-        _check_written(file, entries)
-
-
-def _write_sharded(sparse: SparseModel, path: Path, ranks: Ranks) -> None:
-    """Write the file of a sharded model from its first rank, one tensor at a time. All ranks must call it.
-
-    Tensors are gathered twice: for their checksums, which come first in the file, and to write them.
-    """
+    ranks = sparse.ranks
+    stored: Iterable[tuple[Entry, dict[str, Tensor]]] = _each_stored(sparse)
+    stored = list(stored) if ranks is None else stored
+    walk = stored if ranks is None else _each_stored(sparse)
     entries: list[Entry] = []
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for entry, parts in _each_stored(sparse):
+    for entry, parts in stored:
         entries.append(entry)
         shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
-    walk = _each_stored(sparse)
     failed: Exception | None = None
-    if ranks.is_first:
+    if ranks is None or ranks.is_first:
         try:
-            with replacing(path) as file:
-                starts = _write_header(file, shapes, write_metadata(_settings(sparse), entries))
-                for _, parts in walk:
-                    for name, tensor in parts.items():
-                        file.seek(starts[name])
-                        file.write(bytes_of(tensor))
-                _check_written(file, entries)
+            with replacing(Path(path)) as file:
+                tensors = (named for _, parts in walk for named in parts.items())
+                rest = {"num_edits": sparse.editor.num_edits, "aliases": tensors_of(sparse.model)[1]}
+                write_safetensors(file, shapes, tensors, write_metadata(settings_of(sparse) | rest, entries))
+                file.flush()
+                with open_sparse(Path(file.name)) as written:  # before the file gets its name
+                    written.everything()  # refuses anything that differs from what was saved
+                    alive = {entry.name: entry.nnz for entry in written.prunable}
+                assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, "written wrongly"
         except Exception as error:  # raised below: the other ranks wait in the walk
             failed = error
-    for _ in walk:
-        pass
-    is_lost = bool(ranks.all_reduce_sum(torch.tensor([int(failed is not None)])))
+    if ranks is not None:
+        for _ in walk:
+            pass
+        if ranks.all_reduce_sum(torch.tensor([int(failed is not None)])) and failed is None:
+            raise GrowpruneError(f"the first rank could not write {path}: see its error")
     if failed is not None:
         raise failed
-    if is_lost:
-        raise GrowpruneError(f"the first rank could not write {path}: see its error")
-
-
-def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
-    """Read a file back and check it before it gets its name."""
-    file.flush()
-    with open_sparse(Path(file.name)) as written:
-        written.everything()  # refuses what is not as it was saved, and counts what lives
-        alive = {entry.name: entry.nnz for entry in written.prunable}
-    assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{file.name} was written wrongly"
 
 
 def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
@@ -98,15 +83,17 @@ def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]
     sparse.check()
     check_blocks(sparse.pattern)
     now = prunable_weights(sparse.model, keep_dense=sparse.keep_dense, include=sparse.include)
-    known = {weight.name for weight in sparse.weights}
-    if added := [weight.name for weight in now if weight.name not in known]:  # its file would not fit it
+    groups: dict[str, list[Weight]] = {}
+    for weight in sparse.weights:
+        groups.setdefault(weight.parameter, []).append(weight)
+    if added := sorted({weight.name for weight in now} - {weight.name for weight in sparse.weights}):
         raise GrowpruneError(f"{added[0]} was added after the SparseModel was created: create a new one before saving")
     aims = targets(sparse)
     for name, tensor in tensors_of(sparse.model)[0].items():
         if tensor.dtype not in DTYPES:
             raise GrowpruneError(f"{name} has dtype {tensor.dtype}, which a file cannot store: convert it first")
-        if any(weight.parameter == name for weight in sparse.weights):
-            weights, stored = tuple(w for w in sparse.weights if w.parameter == name), sparse.stored[name]
+        if weights := tuple(groups.get(name, ())):
+            stored = sparse.stored[name]
             aim = [aims[weight.name] for weight in weights]
             target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
             mask, values = stored.mask(), stored.to_live(stored.parameter.detach())
@@ -124,8 +111,8 @@ def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]
             yield Entry(name, tuple(tensor.shape), tensor.dtype, crc32(tensor)), {name: tensor}
 
 
-def _settings(sparse: SparseModel) -> dict[str, Any]:
-    """Return the manifest without the tensors."""
+def settings_of(sparse: SparseModel) -> dict[str, Any]:
+    """Return the arguments of a SparseModel, for JSON."""
     return {
         "sparsity": sparse.target_sparsity,
         "allocation": sparse.allocation,
@@ -133,8 +120,6 @@ def _settings(sparse: SparseModel) -> dict[str, Any]:
         "keep_dense": list(sparse.keep_dense),
         "include": list(sparse.include),
         "seed": sparse.seed,
-        "num_edits": sparse.editor.num_edits,
-        "aliases": tensors_of(sparse.model)[1],
     }
 
 
@@ -166,18 +151,19 @@ def check_finished(model: SparseModel | nn.Module, done: str = "saved") -> None:
         )
 
 
-def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the safetensors format. Its own `save_file` does not report why it failed, and cannot sync to disk."""
-    starts = _write_header(file, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
-    for name in starts:
-        file.write(bytes_of(tensors[name]))
+def write_safetensors(
+    file: BinaryIO,
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write the safetensors format. Its own `save_file` does not report why it failed, and cannot sync to disk.
 
-
-def _write_header(
-    file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> dict[str, int]:
-    """Write the header. Return the offset of each tensor in the file, by name, in order."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)  # so that all are aligned
+    Args:
+        shapes: dtype and shape of each tensor, by name.
+        tensors: their names and values, in any order.
+    """
+    ordered = sorted(shapes.items(), key=lambda item: -item[1][0].itemsize)  # so that all are aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     dtypes = DTYPES | GAP_DTYPES
     starts, end = {}, 0
@@ -187,4 +173,6 @@ def _write_header(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    return {name: 8 + len(text) + start for name, start in starts.items()}
+    for name, tensor in tensors:
+        file.seek(8 + len(text) + starts[name])
+        file.write(bytes_of(tensor))

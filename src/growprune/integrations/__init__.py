@@ -1,4 +1,4 @@
-"""growprune in other people's trainers, each by one file that users import, on the public Cursor alone.
+"""Integrations with the trainers of other libraries, one file each, built on the public Cursor.
 
 `transformers.GrowPruneCallback` is for the Trainer of transformers, `lightning.GrowPrune` for that of Lightning, and
 `accelerate.keep_in_checkpoints` for loops with accelerate.

@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers have in common."""
+"""The common base of the callbacks for all trainers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SparseCallback:
     """A callback of a trainer that makes a model sparse: a Sparsifier, figures to log, and copies of the model."""
 
     _has_bare_copies = False
-    """Whether an attribute of another callback that is of the model's own class is a copy; it may be a teacher too."""
+    """True if an attribute of the model's own class in another callback counts as a copy. It may also be a teacher."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class SparseCallback:
 
     @contextlib.contextmanager
     def _plain_if_refused(self) -> Iterator[None]:
-        """A context for the beginning: if it is refused before the first edit, the model is a plain one again."""
+        """Make the model plain again if its plan is refused before the first edit."""
         try:
             yield
         except GrowpruneError:
@@ -133,7 +133,7 @@ class SparseCallback:
             raise
 
     def _check_place(self, total: int, step: int, remedy: Callable[[int], str]) -> None:
-        """Raise unless the trainer goes on where the plan stands.
+        """Raise unless the trainer continues at the place of the plan.
 
         Args:
             total, step: the optimizer steps that the trainer makes, and those that it has made.
@@ -175,7 +175,7 @@ class SparseCallback:
 
 
 def check_saved(saved: Mapping[str, Any], settings: Settings) -> None:
-    """Raise unless the state of a Sparsifier has this storage, since a trainer saves optimizers as the storage is."""
+    """Raise unless a saved state has this storage, on which the optimizer state of a trainer depends."""
     check_state(saved, "settings")
     storage = saved["settings"].get("storage")
     if storage != settings.storage:
@@ -218,7 +218,7 @@ def call_first(owner: Any, method: str, first: Callable[..., None]) -> None:
 
 
 def call_only_if(is_due: Callable[[], bool], owner: Any, method: str) -> None:
-    """Have a method of another callback do nothing unless a condition holds; `del` of the attribute undoes it."""
+    """Make a method of another callback do nothing unless a condition holds; `del` of the attribute undoes it."""
     own = getattr(type(owner), method)
 
     def conditional(*args: Any, **kwargs: Any) -> Any:
@@ -239,10 +239,10 @@ class Figures:
         self._num_changes = cursor.sparse.num_mask_changes
         self._masks = cursor.sparse.packed_masks()
         self.last: dict[str, float] = {}
-        """What was read last."""
+        """The figures of the last reading."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next reading compares with."""
+        """Return the state that the next reading compares with."""
         return {"masks": self._masks, "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

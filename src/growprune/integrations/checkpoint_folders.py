@@ -1,4 +1,4 @@
-"""Our state in checkpoints that are folders, as those of accelerate and of the Trainer of transformers.
+"""growprune's state in the checkpoint folders of accelerate and of the Trainer of transformers.
 
 The Trainer writes its files one after the other, its own state last, and takes the folder with the highest number for
 the last checkpoint, complete or not. Our state is written as a whole, just before the Trainer's own.
@@ -22,7 +22,7 @@ from growprune.plan import Part
 FOLDER = "growprune"
 """The folder of our state, in the folder of a checkpoint."""
 NAME = "00000000"
-"""The one state in it, as `files.checkpoint` numbers states."""
+"""The name of the only state in it: a number of `files.checkpoint`."""
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def _is_finished(folder: Path) -> bool:
 
 
 def left_out(model: nn.Module, folder: Path) -> Part:
-    """What the Trainer would not load from its checkpoint.
+    """Return the parameters that the Trainer would not load from its checkpoint.
 
     It saves experts under names that it does not find again (transformers 5.22, issue 48805), and of a model with
     adapters only these.

@@ -45,10 +45,10 @@ class GrowPrune(SparseCallback, Callback):
     """
 
     _has_bare_copies = True
-    """That of StochasticWeightAveraging is one."""
+    """The copy of StochasticWeightAveraging is one."""
     _max_epochs: int | None = None
     _loaded: Mapping[str, Any] | None = None
-    """What a checkpoint held, from when it is loaded until training begins."""
+    """The state in a loaded checkpoint, until training begins."""
     _first_batch: Any = None
     _schedules: Schedules
     _position, _num_edits, _num_edits_validated = -1, 0, -1
@@ -57,7 +57,7 @@ class GrowPrune(SparseCallback, Callback):
     # Before training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work, before anything is done. Another module may be validated, tested and asked."""
+        """Refuse unsupported trainers before anything is changed. Other modules may be validated, tested or predict."""
         if self._is_elsewhere(pl_module) and stage != "fit":
             return
         check_trainer(trainer, pl_module, self.settings.storage)
@@ -75,7 +75,7 @@ class GrowPrune(SparseCallback, Callback):
         return self._sparsifier is not None and self.sparse.model is not module
 
     def _load_masks(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Load our state. Lightning loads weights and makes and loads optimizers after it, so that they fit."""
+        """Load our state. Lightning loads weights, and creates and loads optimizers, after it, so that they fit."""
         state, is_fitting = checkpoint.get("callbacks", {}).get(self.state_key), trainer.state.fn == "fit"
         if not state:
             if is_fitting and checkpoint["global_step"] > 0:  # else it is what a finder goes back to
@@ -95,7 +95,7 @@ class GrowPrune(SparseCallback, Callback):
         self._loaded = state
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note schedules. The checkpoint's model is loaded, but not its optimizers and loops."""
+        """Note the schedules. By now the checkpoint's model is loaded, but not its optimizers and loops."""
         self._schedules = Schedules(trainer)
         self._restore_random_numbers(trainer)
 
@@ -104,7 +104,7 @@ class GrowPrune(SparseCallback, Callback):
             set_rng_state(self._loaded["rng"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Everything is loaded: begin the plan, or resume it."""
+        """Begin the plan, or resume it, now that everything is loaded."""
         total, per_epoch = lengths_of(trainer, self._max_epochs, self.settings)
         if self._sparsifier is None:
             lengths = {"iterations": total, "iterations_per_epoch": per_epoch}
@@ -131,7 +131,7 @@ class GrowPrune(SparseCallback, Callback):
 
     @property
     def _scores_first(self) -> bool:
-        """Whether the plan has yet to begin, with an edit that needs the gradients of the first batch."""
+        """True if the plan has not begun, and its first edit needs the gradients of the first batch."""
         return self.cursor.position < 0 and self.cursor.schedule[0].phase.needs_gradients
 
     def _begin(self, trainer: Trainer) -> None:
@@ -175,7 +175,7 @@ class GrowPrune(SparseCallback, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Let schedules, copies and figures follow, if the step has advanced the plan; and log."""
+        """Update schedules, copies and figures if the step has advanced the plan, and log."""
         assert self._figures is not None
         total = self.cursor.num_iterations
         if pl_module.automatic_optimization and trainer.global_step >= total and not self.cursor.is_over:
@@ -190,7 +190,7 @@ class GrowPrune(SparseCallback, Callback):
             pl_module.log_dict({**self._figures.last, "phase": self._position}, on_step=True, on_epoch=False)
 
     def _follow_edits(self, trainer: Trainer) -> bool:
-        """Let copies follow edits of the masks. Return whether figures are to be read again."""
+        """Mask copies after edits. Return True if figures must be read again."""
         num_edits = self.sparse.editor.num_edits
         is_edited, self._num_edits = num_edits != self._num_edits, num_edits
         self._mask_copies(callbacks_of(trainer))
@@ -198,7 +198,7 @@ class GrowPrune(SparseCallback, Callback):
         return is_edited or (self.cursor.rule is not None and trainer.global_step % every == 0)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note which masks are validated."""
+        """Note which masks are being validated."""
         if not trainer.sanity_checking and self._sparsifier is not None and not self._is_elsewhere(pl_module):
             self._num_edits_validated = self.sparse.editor.num_edits
 
@@ -225,7 +225,7 @@ class GrowPrune(SparseCallback, Callback):
         self._warn_if_stopped("fit(ckpt_path=...)")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go. An edit within a batch is named where it may be why a backward pass has failed."""
+        """Release hooks. If an edit within a batch may have caused the error, say so."""
         if "modified by an inplace operation" in str(exception) and not pl_module.automatic_optimization:
             exception.add_note(
                 "GrowPrune prunes and grows when the last optimizer with prunable weights steps: in "
@@ -234,7 +234,7 @@ class GrowPrune(SparseCallback, Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go."""
+        """Remove our changes of the module and of other callbacks."""
         vars(pl_module).pop("on_load_checkpoint", None)
         for judge, method in judging(trainer):
             vars(judge).pop(method, None)
@@ -322,7 +322,7 @@ def judging(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
 
 
 class Schedules:
-    """The learning-rate schedules and optimizer settings of a trainer as they are made, for phases that restart."""
+    """The initial learning-rate schedules and optimizer settings of a trainer, for phases that restart."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -333,7 +333,7 @@ class Schedules:
         ]
 
     def check(self, cursor: Cursor) -> None:
-        """Raise if a phase restarts what cannot start anew."""
+        """Raise if a phase restarts a schedule that cannot restart."""
         is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
         if is_plateau and any(scheduled.phase.restart for scheduled in cursor.schedule):
             raise GrowpruneError(
@@ -342,9 +342,9 @@ class Schedules:
             )
 
     def restart(self, trainer: Trainer) -> None:
-        """Let all start anew; the cursor empties the optimizers' state.
+        """Restore all schedules and settings. The cursor empties the optimizers' state.
 
-        Schedules that others have put in their place since, as StochasticWeightAveraging does, stay as they are.
+        Schedules that another callback has replaced, as StochasticWeightAveraging does, stay as they are.
         """
         if [id(config.scheduler) for config in trainer.lr_scheduler_configs] != [id(mine) for mine in self._schedulers]:
             return

@@ -66,7 +66,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
     # Beginning
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse what cannot work. Take part in the loading of checkpoints."""
+        """Refuse unsupported settings, and take part in loading checkpoints."""
         self._take_part(calling_trainer())
 
     def _take_part(self, trainer: Any) -> None:
@@ -167,7 +167,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             state.log_history[-1].update(figures)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait until the first process has written our state: others may be about to read it, as the best."""
+        """Wait until the first process has written our state, because others may read it as the best."""
         if args.world_size > 1:
             distributed.barrier()
 
@@ -185,7 +185,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
 
 
 class _Last(TrainerCallback, ExportableState):
-    """Stands last, so that others see the true metric, and is asked for a state whenever a checkpoint is written."""
+    """The last callback: others see the true metric, and the Trainer asks it for a state with each checkpoint."""
 
     def __init__(self, callback: GrowPruneCallback | None = None, trainer: Any = None) -> None:
         self._callback, self._trainer = callback, trainer
@@ -300,7 +300,7 @@ def remedy(args: Any, per_epoch: int | None, steps: int) -> str:
 
 
 def restart_rates(args: Any, scheduler: Any, cursor: Cursor) -> None:
-    """Give each phase that restarts the whole schedule, until the next one that does."""
+    """Give each phase that restarts the rates a whole schedule, which lasts until the next such phase."""
     bounds, step = [0], 0  # where the schedule begins; last, where the plan ends
     for scheduled in cursor.schedule:
         bounds += [step] if scheduled.phase.restart and step > bounds[-1] else []

@@ -225,7 +225,7 @@ def is_compact(module: Any) -> bool:
 def dense_shape(module: Any, local: str) -> tuple[int, ...]:
     """Return the dense shape of a module's own parameter, however it is stored."""
     shapes: dict[str, tuple[int, ...]] = getattr(module, DENSE_SHAPES, {})
-    return shapes.get(local) or tuple(dict(module.named_parameters(recurse=False))[local].shape)
+    return shapes.get(local) or tuple(module._parameters[local].shape)
 
 
 def own_weights(module: Any) -> Sequence[Weight]:

@@ -87,7 +87,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
 
 
 def cut_validation(num_images: int, num_validation: int, data: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the numbers of the training images to train on, and of those for validation: drawn, always the same."""
+    """Split training images into those to train on and those for validation. The draw is always the same."""
     if not 0 < num_validation < num_images - 1:
         raise GrowpruneError(
             f"task.num_validation must leave at least 1 image for validation and 2 for training, got {num_validation} "

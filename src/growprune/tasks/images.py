@@ -29,7 +29,7 @@ Report = Callable[[int, str], None]
 """Is called with the number of each image that cannot be read, and the reason."""
 
 BILINEAR = 2
-"""Of Pillow, which need not be installed."""
+"""The number of this filter in Pillow, which need not be installed."""
 BLANK = np.zeros((1, 1, 3), dtype=np.uint8)
 """Placeholder for an image that cannot be read or is not used."""
 
@@ -83,13 +83,9 @@ def opened(file: Path | IO[bytes], extra: str) -> Iterator[Any]:
 
 
 def to_rgb(image: Any) -> Any:
-    """Convert a Pillow image to 8-bit RGB. Pillow alone turns most 16-bit images white."""
-    if image.mode.startswith("I;16"):
-        from PIL import Image
-
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode in ("I", "F"):
-        raise GrowpruneError(f"images must have 8 or 16 bits, got Pillow mode {image.mode!r}. Convert the image")
+    """Convert a Pillow image to RGB. Raise for more than 8 bits, because Pillow turns most such images white."""
+    if image.mode.startswith(("I", "F")):
+        raise GrowpruneError(f"images must have 8 bits, got Pillow mode {image.mode!r}. Convert the image")
     return image.convert("RGB")
 
 

@@ -133,7 +133,7 @@ def _losses(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @functools.cache
-def load(data: str, vocab_size: int = BYTES) -> tuple[dict[str, Tensor], Tensor]:
+def load(data: str, vocab_size: int) -> tuple[dict[str, Tensor], Tensor]:
     """Read a file. Return the tokens of each split, and the number of bytes of each token of the vocabulary."""
     path = find(data, "", layout=LAYOUT)
     if not path.is_file():
@@ -175,7 +175,7 @@ def cut(tokens: NDArray[Any], source: Path | str = "the text") -> dict[str, Tens
 
 
 @functools.cache
-def on_device(data: str, split: str, device: torch.device, vocab_size: int = BYTES) -> Tensor:
+def on_device(data: str, split: str, device: torch.device, vocab_size: int) -> Tensor:
     """Copy the tokens of a split to a device, once."""
     return load(data, vocab_size)[0][split].to(device)
 
@@ -263,5 +263,5 @@ class Linear(nn.Linear):
 
 
 def last_std(task: Language) -> float:
-    """The standard deviation for the last layer of a residual branch, which shrinks with the number of layers."""
+    """Return the standard deviation for the last layer of a residual branch. It shrinks with the number of layers."""
     return float(STD * (2 * task.layers) ** -0.5)

@@ -25,7 +25,7 @@ from classification_cases import (
 )
 from torch.nn import functional as F
 
-from growprune.tasks.classification import UNREADABLE, Classification, images, sources
+from growprune.tasks.classification import UNREADABLE, Classification, images
 
 
 def spoiled(files: list[tuple[bytes, int, bool]], *which: int) -> list[tuple[bytes, int, bool]]:
@@ -145,7 +145,7 @@ def test_a_split_that_cannot_be_read_is_an_error(tmp_path: Path, files: list[tup
     for in_memory in (True, False):
         with pytest.raises(ValueError, match="bad record number 2, but at most 1 are skipped"):
             shown(small(data, in_memory=in_memory), "test")
-        sources.report_bad.cache_clear()
+        images.report_bad.cache_clear()
 
 
 def test_an_image_of_another_size_is_named(tmp_path: Path, files: list[tuple[bytes, int, bool]]) -> None:
@@ -186,7 +186,7 @@ def test_a_class_only_train_has_is_none(tmp_path: Path, files: list[tuple[bytes,
     recorder = Recorder()
     small(data).evaluate(recorder, "test", device=CPU)
     assert len(recorder.seen) == 6
-    assert sources.load(data, 3).labels[-6:].tolist() == [0, 0, 0, 2, 2, 2]
+    assert images.load(data, 3).labels[-6:].tolist() == [0, 0, 0, 2, 2, 2]
 
 
 def test_an_empty_split_is_an_error(tmp_path: Path, files: list[tuple[bytes, int, bool]]) -> None:
@@ -213,7 +213,7 @@ def test_hidden_folders_are_no_classes_and_empty_ones_are_refused(
     data = write_folder(tmp_path, files)
     (tmp_path / "train/.ipynb_checkpoints").mkdir()
     assert small(data).num_batches() > 0
-    sources.load.cache_clear()
+    images.load.cache_clear()
     (tmp_path / "train/zebra").mkdir()
     with pytest.raises(ValueError, match=r"train/zebra has no images.*Remove the folder, or add images"):
         small(data, num_classes=4).num_batches()
@@ -282,7 +282,7 @@ def test_a_packed_file_damaged_anywhere_is_an_error_of_one_line(
         path = tmp_path / f"{place}.npz"
         path.write_bytes(content)
         try:
-            sources.load(str(path), 3)
+            images.load(str(path), 3)
         except ValueError as error:
             assert str(path) in str(error)
 
@@ -317,6 +317,6 @@ def test_the_packed_cifar_subset_is_read() -> None:
     decoded = images.held(str(CIFAR), 10, 0)
     assert decoded.pixels.shape == (6000, 32, 32, 3)
     assert bool(decoded.good.all())
-    assert sources.load(str(CIFAR), 10).labels[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert images.load(str(CIFAR), 10).labels[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     means = decoded.pixels.float().mean((0, 1, 2)) / 255
     torch.testing.assert_close(means, torch.tensor([0.4917, 0.4826, 0.4472]), atol=0.01, rtol=0)

@@ -288,8 +288,8 @@ def test_a_replica_has_its_own_streamed_pictures_right_and_reads_no_more(
     monkeypatch.setattr(coco, "MAX_HELD_BYTES", 0)
     task = task_for(write(tmp_path, THREE), batch_size=6, workers=0)
     whole = list(task.batches(seed=1, start=0, device=CPU))
-    decode, read = coco.decode, []
-    monkeypatch.setattr(coco, "decode", lambda scene: (read.append(scene.path), decode(scene))[1])
+    decode, read = coco.Album._decode, []
+    monkeypatch.setattr(coco.Album, "_decode", lambda album, index: (read.append(index), decode(album, index))[1])
     for replica in range(2):
         read.clear()
         part = list(task.for_replica(replica, 2).batches(seed=1, start=0, device=CPU))

@@ -1,5 +1,5 @@
 """What every test here may ask for."""
 
-from translation_cases import cache, data
+from translation_cases import data
 
-__all__ = ["cache", "data"]
+__all__ = ["data"]

@@ -1,18 +1,15 @@
 """Byte-pair pieces, and batches of encoded sentences."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from translation_cases import CPU, sentences, tiny
 
 from growprune.tasks import translation
-from growprune.tasks.translation import text as pieces
 from growprune.tasks.translation.text import Batches, Pairs, Pieces, Sentences, learn
 from growprune.tasks.translation.transformer import BOS, EOS, PAD
 
@@ -44,50 +41,6 @@ def test_learning_twice_gives_the_same_bytes_and_never_too_many_pieces() -> None
     assert learn(LINES, 340) == learn(LINES, 340)
     assert len(Pieces(learn(LINES, 290))) == 290
     assert len(Pieces(learn(LINES, 8000))) < 500
-
-
-def test_what_was_learned_is_kept(data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = (data / "train.en", data / "train.de")
-    model = pieces.learn_once(lambda: LINES, 340, files)
-    assert [path.name[:4] for path in cache.iterdir()] == ["bpe-"]
-
-    def read() -> list[str]:
-        raise AssertionError("read")
-
-    assert pieces.learn_once(read, 340, files) == model
-    for other in ((341, files), (340, files[::-1])):
-        with pytest.raises(AssertionError, match="read"):
-            pieces.learn_once(read, *other)
-
-
-def with_another_byte(whole: bytes) -> bytes:
-    middle = len(whole) // 2
-    return whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-
-
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], with_another_byte, lambda b: b""])
-def test_a_damaged_cache_is_learned_again(data: Path, cache: Path, damage: Callable[[bytes], bytes]) -> None:
-    files = (data / "train.en", data / "train.de")
-    model = pieces.learn_once(lambda: LINES, 340, files)
-    kept = next(cache.iterdir())
-    whole = kept.read_bytes()
-    kept.write_bytes(damage(whole))
-    assert pieces.learn_once(lambda: LINES, 340, files) == model
-    assert kept.read_bytes() == whole
-
-
-def test_no_cache_is_no_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert tiny(data).num_batches() > 1
-
-
-def test_without_a_cache_folder_of_its_own_it_is_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "train.en").write_text("one")
-    pieces.learn_once(lambda: LINES, 340, (tmp_path / "train.en",))
-    assert len(list((tmp_path / ".cache" / "growprune").iterdir())) == 1
 
 
 # Batches

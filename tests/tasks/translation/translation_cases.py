@@ -33,12 +33,6 @@ def write(folder: Path, name: str, pairs: list[tuple[str, str]]) -> None:
         (folder / f"{name}.{ending}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "growprune"
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     for seed, (name, count) in enumerate({"train": 60, "val": 9, "test": 11}.items()):

@@ -1,14 +1,11 @@
 """Sparse layers for decoding on a GPU: matrices times 1 to 16 samples, where a dense layer waits for its weights.
 
-    formats.py          live weights by rows, for the lanes of a warp (16-bit columns or 8-bit offsets)
+    products.py         matrices cut for the lanes of a warp, products, and the sparse layer that uses them
     product_kernels.py  the kernels, in Triton
-    products.py         starts them; the sparse layer
-    tuning.py           times layers on this GPU, sparse and dense, and puts the fastest into a copy of a model
-    graphs.py           CUDA graphs: to decode with, and to time with
+    tuning.py           times layers on this GPU, sparse and dense, and puts the faster ones into a copy of a model
+    graphs.py           CUDA graphs, for decoding and for timing
 
-Activations are (batch, features), as torch has them.
+Activations are (batch, features), as in torch.
 """
 
-from growprune.deployment.cuda.graphs import Graphed, graphed
-
-__all__ = ["Graphed", "graphed"]
+from growprune.deployment.cuda.graphs import graphed as graphed

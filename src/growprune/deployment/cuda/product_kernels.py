@@ -1,19 +1,18 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 # mypy: disable-error-code=assignment
-# Triton has no types, and what a kernel takes is none of Python's
+# Triton has no types, and arguments of kernels have none in Python
 """Products with few columns, in Triton: sums are in float32, in one order for each matrix and batch, without atomics.
 
 `_lanes_kernel`: a program takes a few rows, a thread one unit at a time. All tensors are (threads, rows) with one
-element a thread, or have one more dimension that lies within a thread. (Where nothing else decides, Triton gives
-neighbouring threads neighbours of the first dimension.) So nothing but the sum at the end goes from thread to thread,
-and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or each would wait for the one
-before. The assembler may move them down again to save registers, for more threads; a barrier prevents it (PINNED).
-x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
-For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
-cache can hold, all programs of a part come before those of the next.
+element per thread, or have one more dimension that lies within a thread. (By default, Triton gives neighbouring threads
+neighbours of the first dimension.) So only the final sum is exchanged between threads, and all loads of a unit are 8 or
+16 bytes. Loads are written before their uses, or each would wait for the one before. The assembler may move them down
+again to save registers, for more threads; a barrier prevents it (PINNED). x is read through the first-level cache and
+stays there: weights are marked to be evicted first. For batches, x is (columns, batch), so that one load brings up to
+eight inputs. If the cache cannot hold all samples or columns, all programs of one part run before those of the next.
 
-With few rows, the columns are split among programs; `_sum_kernel` adds their sums up, always in the same order.
-What need not be known to compile is kept from Triton (`do_not_specialize`), so that one kernel serves all layers.
+With few rows, the columns are split among programs; `_sum_kernel` adds up their sums, always in the same order.
+Triton does not specialise on sizes (`do_not_specialize`), so that one kernel serves all layers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "batch", "split_units"])
 def _lanes_kernel(
     x,
-    index,
+    offsets,
     bases,
     values,
     unit_starts,
@@ -37,7 +36,6 @@ def _lanes_kernel(
     batch,
     split_units,
     BATCH: tl.constexpr,
-    OFFSETS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -55,22 +53,17 @@ def _lanes_kernel(
     x += tl.program_id(2) * num_columns * BATCH
     sums = tl.zeros([WIDTH, ROWS] if BATCH == 1 else [WIDTH, ROWS, BATCH], tl.float32)
     for unit in range(begin, tl.max(count, 0), WIDTH * STEPS):
-        loaded = ()  # what threads need of their next units: first columns, columns or offsets, and values
+        loaded = ()  # what threads need of their next units: first columns, offsets and values
         for step in tl.static_range(STEPS):
             mine = unit + step * WIDTH + tl.arange(0, WIDTH)[:, None]
             at, is_live = first[None, :] + mine, mine < count[None, :]
-            if OFFSETS:
-                base = _pair(bases, tl.where(is_live, slab[None, :] + mine // LANES, 0), is_live, 2, 0)
-                word = tl.load(index + at, mask=is_live, other=0, eviction_policy="evict_first")
-                columns = (word, word)
-            else:
-                base = (0, 0)
-                columns = _pair(index, at, is_live, 2, 0)
-            loaded = loaded + ((base, columns, _weights(values, at, is_live)),)
+            base = _pair(bases, tl.where(is_live, slab[None, :] + mine // LANES, 0), is_live, 2, 0)
+            word = tl.load(offsets + at, mask=is_live, other=0, eviction_policy="evict_first")
+            loaded = loaded + ((base, word, _weights(values, at, is_live)),)
         if PINNED:
             tl.debug_barrier()  # loads do not move past it, so all of them are on their way before the first is used
         for step in tl.static_range(STEPS):
-            sums = _add_products(sums, x, loaded[step], values.dtype.element_ty, BATCH, OFFSETS)
+            sums = _add_products(sums, x, loaded[step], values.dtype.element_ty, BATCH)
     out += tl.program_id(1).to(tl.int64) * batch * num_rows + place
     total = tl.sum(sums, 0).to(out.dtype.element_ty)
     if BATCH == 1:
@@ -81,15 +74,12 @@ def _lanes_kernel(
 
 
 @triton.jit
-def _add_products(sums, x, unit, dtype: tl.constexpr, BATCH: tl.constexpr, OFFSETS: tl.constexpr):
-    """The products of a unit's eight values with their inputs, which are all loaded before the first is used."""
-    base, words, weights = unit
-    if OFFSETS:  # four are added at once: no sum reaches 65536
-        first = base[0] + (words[0] & 0x00FF00FF00FF00FF)
-        second = base[1] + ((words[0] >> 8) & 0x00FF00FF00FF00FF)
-        columns = (first, second)
-    else:
-        columns = words
+def _add_products(sums, x, unit, dtype: tl.constexpr, BATCH: tl.constexpr):
+    """Add the products of a unit's eight values with their inputs, which are all loaded before the first is used."""
+    base, word, weights = unit
+    first = base[0] + (word & 0x00FF00FF00FF00FF)  # four columns at once: no sum reaches 65536
+    second = base[1] + ((word >> 8) & 0x00FF00FF00FF00FF)
+    columns = (first, second)
     inputs = ()
     for run in tl.static_range(8):
         column = (columns[run // 4] >> (run % 4 * 16)).to(tl.int32) & 0xFFFF

@@ -1,7 +1,7 @@
 """Image classification: ResNet-50 on ImageNet, ResNet-18 on small images, or your own class folders.
 
 Data is a folder `DIR/train/<class>/*.jpg`, `DIR/val/<class>/*.jpg` (jpg, jpeg or png), or one packed file `FILE.npz`
-(see sources.py). As usual with ImageNet, `val` is the test split; the validation split is taken from `train`.
+(see images.py). As usual with ImageNet, `val` is the test split; the validation split is taken from `train`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import check_split
-from growprune.tasks.classification import images, sources
+from growprune.tasks.classification import images
 from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem, initialise
 from growprune.tasks.images import Array, ImageTask, read
 from growprune.tasks.task import Split, Task, check_fields, with_channels
@@ -142,20 +142,20 @@ class Classification(ImageTask):
             count += len(labels)
         check_split(count, self.data, split)
         top1, top5, loss = (sums / count).tolist()
-        skipped = len(sources.splits(self.data, self.num_classes, self.num_validation)[split]) - count
+        skipped = len(images.splits(self.data, self.num_classes, self.num_validation)[split]) - count
         return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss, **({"skipped": skipped} if skipped else {})}
 
     def _indices(self, split: str) -> Array:
         if self.in_memory:
             return images.readable(self.data, self.num_classes, self.num_validation, self.workers)[split]
-        return sources.splits(self.data, self.num_classes, self.num_validation)[split]
+        return images.splits(self.data, self.num_classes, self.num_validation)[split]
 
     def _groups(self, indices: Array) -> list[Array]:
         return [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
 
     def _read(self, groups: list[Array], seed: int | None, device: torch.device) -> Iterator[Batch]:
         """Yield pixels (B, H, W, 3), cropped to image_size, and labels. Crops are random if there is a seed."""
-        source = sources.load(self.data, self.num_classes)
+        source = images.load(self.data, self.num_classes)
         size = self.image_size, self.image_size
         if self.in_memory:
             held = images.held(self.data, self.num_classes, self.workers)
@@ -172,7 +172,7 @@ class Classification(ImageTask):
                 random = partial(images.random_box, seed=seed or 0, min_scale=self.min_scale)
                 boxes = images.centre_box if seed is None else random
             decoder = images.Decoder(source, size, boxes)
-            report = sources.report_bad(self.data, self.num_classes)
+            report = images.report_bad(self.data, self.num_classes)
             used = None if seed is None else self._used
             found = read(decoder, groups, report, workers=self.workers, device=device, used=used, size=size)
         for group, (pixels, _, good) in zip(groups, found, strict=True):

@@ -39,7 +39,7 @@ class Scene:
     width: int
     height: int
     boxes: npt.NDArray[np.float64]
-    """x, y, width, height in pixels, as the file has them, (n, 4)."""
+    """x, y, width, height in pixels, as in the file, (n, 4)."""
     labels: npt.NDArray[np.int64]
     """Labels from 1, in the order of the category ids, (n)."""
     areas: npt.NDArray[np.float64]
@@ -258,7 +258,18 @@ class Album:
         return read(self._decode, batches, self._report, workers=self._workers, device=device, used=used)
 
     def _decode(self, index: int) -> Array:
-        return decode(self.scenes[index])
+        """Return a picture as (height, width, 3)."""
+        scene = self.scenes[index]
+        if not scene.path.exists():
+            raise UnreadableImage(MISSING)
+        with opened(scene.path, "detection") as image:
+            if image.size != (scene.width, scene.height):
+                given, said = f"{image.size[0]} x {image.size[1]}", f"{scene.width} x {scene.height}"
+                raise UnreadableImage(f"it has {given} pixels, and its annotation says {said}")
+            image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets JPEG skip detail that resizing would remove
+            pixels = to_rgb(image)
+        height, width = _shown(scene)
+        return np.array(pixels if pixels.size == (width, height) else pixels.resize((width, height), BILINEAR))
 
     def _report(self, index: int, why: str) -> None:
         scene = self.scenes[index]
@@ -268,20 +279,6 @@ class Album:
 @functools.cache
 def album(data: str, split: str, *, num_classes: int, num_validation: int, workers: int) -> Album:
     return Album(data, split, load(data, num_classes=num_classes, num_validation=num_validation)[split], workers)
-
-
-def decode(scene: Scene) -> Array:
-    """Return a picture as (height, width, 3)."""
-    if not scene.path.exists():
-        raise UnreadableImage(MISSING)
-    with opened(scene.path, "detection") as image:
-        if image.size != (scene.width, scene.height):
-            said = f"{scene.width} x {scene.height}"
-            raise UnreadableImage(f"it has {image.size[0]} x {image.size[1]} pixels, and its annotation says {said}")
-        image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets JPEG skip detail that resizing would remove
-        pixels = to_rgb(image)
-    height, width = _shown(scene)
-    return np.array(pixels if pixels.size == (width, height) else pixels.resize((width, height), BILINEAR))
 
 
 def _shown(scene: Scene) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""SSD300 v1.1 (Liu et al., 2016) with a ResNet as its backbone, as NVIDIA's DeepLearningExamples describe it.
+"""SSD300 v1.1 (Liu et al., 2016) with a ResNet as its backbone, as in NVIDIA's DeepLearningExamples.
 
 A box is given by its corners (x0, y0, x1, y1), an anchor by its centre and size, both as fractions of the image.
 """
@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ FEATURE_SIZES = (38, 19, 10, 5, 3, 1)
 STEPS = (8, 16, 32, 64, 100, 300)
 """Distance between cells of each feature map, in pixels of the image."""
 SCALES = (21, 45, 99, 153, 207, 261, 315)
-"""Side of the square box of each feature map, in pixels, and of one map more."""
+"""Sides of the square boxes of the feature maps, in pixels, and of one more map."""
 ASPECTS = ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,))
 BOXES_PER_CELL = tuple(2 + 2 * len(aspects) for aspects in ASPECTS)
 MATCH_IOU = 0.5
@@ -109,19 +108,12 @@ def decode(offsets: Tensor, anchors: Tensor) -> Tensor:
     return corners(torch.cat((centre, size), -1))
 
 
-class Detections(NamedTuple):
-    """Detections of each image, highest score first. Unused entries have score 0."""
+def detect(offsets: Tensor, logits: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Decode offsets (B, A, 4) and logits (B, A, 1 + classes), and keep the best box of each object and class.
 
-    boxes: Tensor
-    """(B, 200, 4)"""
-    scores: Tensor
-    """(B, 200)"""
-    labels: Tensor
-    """(B, 200), from 1"""
-
-
-def detect(offsets: Tensor, logits: Tensor, anchors: Tensor) -> Detections:
-    """Decode offsets (B, A, 4) and logits (B, A, 1 + classes), and keep the best box of each object and class."""
+    Returns boxes (B, 200, 4), their scores and their labels from 1 (B, 200), highest score first. Unused entries have
+    score 0.
+    """
     scores = logits.float().softmax(-1)[..., 1:].transpose(1, 2)  # (B, C, A)
     scores, candidates = scores.topk(min(MAX_DETECTIONS, scores.shape[-1]))  # (B, C, K)
     boxes = decode(offsets.float(), anchors).clamp(0, 1)
@@ -129,7 +121,7 @@ def detect(offsets: Tensor, logits: Tensor, anchors: Tensor) -> Detections:
     by_class = boxes.view(-1, candidates.shape[2], 4), scores.flatten(0, 1)
     kept = suppress(by_class[0], by_class[1] > MIN_SCORE).view_as(scores)
     scores, best = scores.where(kept, 0).flatten(1).topk(MAX_DETECTIONS)
-    return Detections(_take(boxes, best), scores, 1 + best // candidates.shape[2])
+    return _take(boxes, best), scores, 1 + best // candidates.shape[2]
 
 
 def _take(boxes: Tensor, index: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from growprune.errors import GrowpruneError
 from growprune.tasks.segmentation import shapenet
 from growprune.tasks.segmentation.pointnet2 import NUM_CENTRES, PointNet2, initialise, scaled
-from growprune.tasks.segmentation.shapenet import NUM_CATEGORIES, NUM_PARTS, Batch
+from growprune.tasks.segmentation.shapenet import Batch
 from growprune.tasks.task import Split, Task, check_fields
 
 
@@ -50,13 +50,7 @@ class PartSegmentation(Task):
             )
 
     def build_model(self) -> nn.Module:
-        return PointNet2(
-            num_categories=NUM_CATEGORIES,
-            num_parts=NUM_PARTS,
-            width=self.width,
-            detail=self.detail,
-            dropout=self.dropout,
-        )
+        return PointNet2(self)
 
     def initialise(self, module: nn.Module) -> None:
         super().initialise(module)

@@ -12,11 +12,16 @@ F.embedding, is deterministic on CUDA too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from growprune.tasks.segmentation.shapenet import NUM_CATEGORIES, NUM_PARTS
+
+if TYPE_CHECKING:
+    from growprune.tasks.segmentation import PartSegmentation
 
 
 class Scale(NamedTuple):
@@ -33,34 +38,28 @@ NUM_CENTRES = (512, 128)
 
 
 class PointNet2(nn.Module):
-    """Predicts logits of parts, (B, N, num_parts), from points (B, N, 6), xyz and normals, and categories (B,).
+    """Predicts logits of parts, (B, N, NUM_PARTS), from points (B, N, 6), xyz and normals, and categories (B,)."""
 
-    Args:
-        width: scales all numbers of channels.
-        detail: scales the numbers of centres and of neighbours.
-    """
-
-    def __init__(self, *, num_categories: int, num_parts: int, width: float, detail: float, dropout: float) -> None:
+    def __init__(self, task: PartSegmentation) -> None:
         super().__init__()
-        self.num_categories = num_categories
 
         def wide(*channels: int) -> tuple[int, ...]:
-            return tuple(scaled(channel, width) for channel in channels)
+            return tuple(scaled(channel, task.width) for channel in channels)
 
         def scales(full: Sequence[Scale]) -> list[Scale]:
-            return [Scale(s.radius, scaled(s.num_neighbours, detail), wide(*s.widths)) for s in full]
+            return [Scale(s.radius, scaled(s.num_neighbours, task.detail), wide(*s.widths)) for s in full]
 
-        self.sa1 = SetAbstraction(6, scaled(NUM_CENTRES[0], detail), scales(SA1))
-        self.sa2 = SetAbstraction(self.sa1.outputs, scaled(NUM_CENTRES[1], detail), scales(SA2))
+        self.sa1 = SetAbstraction(6, scaled(NUM_CENTRES[0], task.detail), scales(SA1))
+        self.sa2 = SetAbstraction(self.sa1.outputs, scaled(NUM_CENTRES[1], task.detail), scales(SA2))
         self.sa3 = GlobalAbstraction(self.sa2.outputs, wide(256, 512, 1024))
         self.fp3 = FeaturePropagation(self.sa2.outputs + self.sa3.outputs, wide(256, 256))
         self.fp2 = FeaturePropagation(self.sa1.outputs + self.fp3.outputs, wide(256, 128))
-        self.fp1 = FeaturePropagation(num_categories + 3 + 6 + self.fp2.outputs, wide(128, 128))
+        self.fp1 = FeaturePropagation(NUM_CATEGORIES + 3 + 6 + self.fp2.outputs, wide(128, 128))
         (hidden,) = wide(128)
         self.conv1 = nn.Conv1d(self.fp1.outputs, hidden, 1, bias=False)
         self.bn1 = nn.BatchNorm1d(hidden)
-        self.drop1 = nn.Dropout(dropout)
-        self.conv2 = nn.Conv1d(hidden, num_parts, 1)
+        self.drop1 = nn.Dropout(task.dropout)
+        self.conv2 = nn.Conv1d(hidden, NUM_PARTS, 1)
         self.apply(initialise)
 
     def forward(self, points: Tensor, categories: Tensor) -> Tensor:
@@ -70,12 +69,12 @@ class PointNet2(nn.Module):
         xyz3, features3 = self.sa3(xyz2, features2)
         features2 = self.fp3(xyz2, xyz3, features2, features3)
         features1 = self.fp2(xyz1, xyz2, features1, features2)
-        known = torch.arange(self.num_categories, device=categories.device)
+        known = torch.arange(NUM_CATEGORIES, device=categories.device)
         one_hot = (categories[:, None, None] == known).to(points.dtype).expand(-1, points.shape[1], -1)
         skip = torch.cat([one_hot, xyz, points], 2)
         features = self.fp1(xyz, xyz1, skip.to(features1.dtype), features1)
         hidden = torch.relu(self.bn1(self.conv1(features.transpose(1, 2))))
-        return self.conv2(self.drop1(hidden)).transpose(1, 2)  # type: ignore[no-any-return]  # (B, N, num_parts)
+        return self.conv2(self.drop1(hidden)).transpose(1, 2)  # type: ignore[no-any-return]  # (B, N, NUM_PARTS)
 
 
 class SetAbstraction(nn.Module):

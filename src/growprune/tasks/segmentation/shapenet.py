@@ -79,7 +79,7 @@ class Shapes:
 
     @functools.cached_property
     def longest(self) -> int:
-        """The largest count, cached so that nobody has to wait for the device."""
+        """The largest count, cached so that the host does not wait for the device."""
         return int(self.counts.max())
 
     def __len__(self) -> int:

@@ -49,7 +49,7 @@ class Translation(Task):
     """Maximum length. Training pairs with more tokens on a side are skipped, and translations are cut there."""
     beam: int = 4
     length_penalty: float = 1.0
-    """fairseq's: hypotheses compare by (sum of log p) / length ** length_penalty."""
+    """As in fairseq, hypotheses are compared by (sum of log p) / length ** length_penalty."""
     lowercase: bool = False
     """True for uncased BLEU."""
 
@@ -139,7 +139,7 @@ class Translation(Task):
 
 @functools.cache
 def bleu(target: str, lowercase: bool) -> Any:
-    """sacreBLEU's scorer for a language. Cached, because its tokenizer may be slow to load."""
+    """Return the scorer of sacreBLEU for a language. Cached, because its tokenizer may be slow to load."""
     counters = need("sacrebleu.metrics.bleu", "translation", "BLEU needs sacrebleu")
     # force: do not warn about translations that end in " ."
     try:

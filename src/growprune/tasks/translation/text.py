@@ -2,7 +2,7 @@
 
 A split has two files with one sentence per line: line n of one translates line n of the other. The splits of a data
 folder are read and encoded once per process. Byte-pair pieces are learned from the training text of both languages
-together; this is deterministic, and stored in the cache folder of the user under a digest of the text.
+together, which is deterministic.
 
 Sentences are padded to multiples of 8 tokens. Pairs are sorted by their padded lengths and cut into batches at places
 that depend only on these lengths. A seed shuffles the pairs of equal padded lengths, and the order of the batches. So
@@ -12,16 +12,13 @@ every epoch has the same number of batches of the same shapes, with other pairs 
 from __future__ import annotations
 
 import codecs
-import contextlib
 import functools
-import hashlib
 import io
 import itertools
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, need, warn
-from growprune.files.disk import replacing
 from growprune.tasks.bad_records import BadRecords, check_split, find
 from growprune.tasks.task import Split
 from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK
@@ -90,15 +86,6 @@ def on_device(pairs: Pairs, device: torch.device) -> Pairs:
     return Pairs(*(Sentences(s.tokens.to(device), s.starts.to(device), s.lengths.to(device)) for s in sides))
 
 
-class Cut(NamedTuple):
-    """The place of a batch in the sorted order, and its padded lengths."""
-
-    start: int
-    end: int
-    source_width: int
-    target_width: int
-
-
 class Batches:
     """The batches of an epoch.
 
@@ -117,12 +104,12 @@ class Batches:
         self._group = np.empty(len(pairs), np.int32)
         self._group[order] = np.cumsum(is_new)
         source, target, longer = source[order], target[order], longer[order]
-        self.cuts: list[Cut] = []
+        self.cuts: list[tuple[int, int, int, int]] = []  # of each batch: start and end in the sorted order, its widths
         start = 0
         while start < len(longer):  # the last pair of a batch is the longest, because `longer` never falls
             end = min(len(longer), start + max(1, max_tokens // int(longer[start])))
             end = start + max(1, min(end - start, max_tokens // int(longer[end - 1])))
-            self.cuts.append(Cut(start, end, int(source[start:end].max()), int(target[start:end].max())))
+            self.cuts.append((start, end, int(source[start:end].max()), int(target[start:end].max())))
             start = end
 
     def __len__(self) -> int:
@@ -138,18 +125,18 @@ class Batches:
     def in_order(self, device: torch.device) -> Iterator[tuple[Tensor, Batch]]:
         """Yield every batch, shortest first, with the numbers of its pairs."""
         order = self._sorted(np.arange(len(self.pairs)))
-        for cut, batch in zip(self.cuts, self._make(order, self.cuts, device), strict=True):
-            yield torch.from_numpy(order[cut.start : cut.end]), batch
+        for (start, end, *_), batch in zip(self.cuts, self._make(order, self.cuts, device), strict=True):
+            yield torch.from_numpy(order[start:end]), batch
 
     def _sorted(self, order: Integers) -> Integers:
         """Sort pairs by their padded lengths. Pairs of equal lengths keep their order."""
         return order[np.argsort(self._group[order], kind="stable")]
 
-    def _make(self, order: Integers, cuts: list[Cut], device: torch.device) -> Iterator[Batch]:
+    def _make(self, order: Integers, cuts: list[tuple[int, int, int, int]], device: torch.device) -> Iterator[Batch]:
         pairs = on_device(self.pairs, device)
         places = torch.from_numpy(order).to(device)  # once, so that the host does not wait for each batch
-        for cut in cuts:
-            yield pairs.batch(places[cut.start : cut.end], cut.source_width, cut.target_width)
+        for start, end, *widths in cuts:
+            yield pairs.batch(places[start:end], *widths)
 
 
 CHUNK = 10_000
@@ -213,30 +200,6 @@ def learn(lines: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def learn_once(read: Callable[[], Iterable[str]], vocab_size: int, files: tuple[Path, ...]) -> bytes:
-    """Return the result of `learn` for the lines of these files, from the user's cache folder if possible.
-
-    A cache that cannot be read or written is ignored.
-    """
-    digest = hashlib.sha256(f"bpe 2 {vocab_size}".encode())
-    for file in files:
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    given, kept = os.environ.get("XDG_CACHE_HOME"), None
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
-        kept = (Path(given) if given else Path.home() / ".cache") / "growprune" / f"bpe-{digest.hexdigest()[:32]}"
-        content = kept.read_bytes()
-        if hashlib.sha256(content[32:]).digest() == content[:32]:
-            return content[32:]
-    model = learn(read(), vocab_size)
-    if kept is not None:
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(kept) as stream:  # a concurrent reader sees the old file or the new one
-                stream.write(hashlib.sha256(model).digest() + model)
-    return model
-
-
 def _sentencepiece() -> Any:
     return need("sentencepiece", "translation", "translation needs sentencepiece")
 
@@ -248,15 +211,6 @@ EMPTY = ("", "@@")
 """Content of lines without a sentence. Tokenizers may turn an empty line into the second."""
 
 
-def find_pair(data: str, split: str, source: str, target: str) -> tuple[Path, Path]:
-    """Find the two files of a split. The validation files are called val or valid."""
-    layout = f"a folder with train, val (or valid) and test, each with .{source} and .{target}, one sentence to a line"
-    name = {"train": "train", "validation": "val", "test": "test"}[split]
-    if name == "val" and data and (Path(data) / f"valid.{source}").exists():
-        name = "valid"
-    return find(data, f"{name}.{source}", layout=layout), find(data, f"{name}.{target}", layout=layout)
-
-
 @functools.cache
 def read(data: str, split: Split | Literal["train"], source: str, target: str) -> Lines:
     """Read the pairs of a split.
@@ -264,7 +218,11 @@ def read(data: str, split: Split | Literal["train"], source: str, target: str) -
     Training pairs that cannot be read or lack a side are skipped with a warning. In evaluation, skipping one would
     change the metric, so errors are raised, and empty lines count.
     """
-    paths = find_pair(data, split, source, target)
+    layout = f"a folder with train, val (or valid) and test, each with .{source} and .{target}, one sentence to a line"
+    name = {"train": "train", "validation": "val", "test": "test"}[split]
+    if name == "val" and data and (Path(data) / f"valid.{source}").exists():
+        name = "valid"
+    paths = [find(data, f"{name}.{side}", layout=layout) for side in (source, target)]
     # Only a newline ends a line: str.splitlines would also split at other characters.
     contents = (path.read_bytes().removeprefix(codecs.BOM_UTF8) for path in paths)
     sides = [content.removesuffix(b"\n").split(b"\n") if content else [] for content in contents]
@@ -298,9 +256,8 @@ def read(data: str, split: Split | Literal["train"], source: str, target: str) -
 
 @functools.cache
 def load_pieces(data: str, source: str, target: str, vocab_size: int) -> Pieces:
-    """Learn the pieces of the training text."""
-    files = find_pair(data, "train", source, target)
-    return Pieces(learn_once(lambda: itertools.chain(*read(data, "train", source, target)), vocab_size, files))
+    """Learn the pieces of the training text of both languages together."""
+    return Pieces(learn(itertools.chain(*read(data, "train", source, target)), vocab_size))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from growprune.tasks.translation import Translation
 
 PAD, BOS, EOS, UNK = range(4)
-"""The tokens without text."""
+"""Tokens that have no text."""
 
 
 class Transformer(nn.Module):
