@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.prepared import bind_copy, bind_pool
+from growprune.deployment.cpu.prepared import PoolLayer
 from growprune.deployment.graph.lower import Lowering, largest
 from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, as_rows, feature_major, with_features
 from growprune.deployment.graph.program import CallStep, CopyStep, TorchStep
@@ -155,14 +155,14 @@ def _attend(
 
 def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     _, kernel, stride, padding, dilation, ceil_mode = arguments(node, None, None, [], 0, 1, False)
-    return _pool(lowering, node, bind_pool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
+    return _pool(lowering, node, PoolLayer, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
 
 
 def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     _, kernel, stride, padding, ceil_mode, counts, divisor = arguments(node, None, None, [], 0, False, True, None)
     if divisor is not None or node.kwargs:
         return None
-    pool = partial(bind_pool, is_mean=True, counts_padding=bool(counts))
+    pool = partial(PoolLayer, is_mean=True, counts_padding=bool(counts))
     return _pool(lowering, node, pool, kernel, stride or kernel, padding, 1, bool(ceil_mode))
 
 
@@ -172,7 +172,7 @@ def adaptive_mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     if len(shape) != 4 or any(a % b for a, b in zip(shape[2:], out[2:], strict=True)):
         return None
     kernel = [a // b for a, b in zip(shape[2:], out[2:], strict=True)]
-    return _pool(lowering, node, partial(bind_pool, is_mean=True), kernel, kernel, 0, 1, False)
+    return _pool(lowering, node, partial(PoolLayer, is_mean=True), kernel, kernel, 0, 1, False)
 
 
 def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
@@ -182,7 +182,7 @@ def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
     is_over_image = len(shape) == 4 and isinstance(axes, (list, tuple)) and sorted(a % 4 for a in axes) == [2, 3]
     if not is_over_image or node.kwargs:
         return None
-    return _pool(lowering, node, partial(bind_pool, is_mean=True), shape[2:], shape[2:], 0, 1, False)
+    return _pool(lowering, node, partial(PoolLayer, is_mean=True), shape[2:], shape[2:], 0, 1, False)
 
 
 def _pool(
@@ -196,7 +196,7 @@ def _pool(
     geometry = Geometry(channels, batch, height, width, kernel, stride, padding, dilation, ceil)
     out = lowering.store(feature_major((batch, channels, *geometry.out_size), 1))
     rows = [as_rows(value, 1, ordered=True) for value in (x, out)]
-    lowering.add(CallStep(partial(kind, geometry), rows[:1], rows[1:], is_ours=True))
+    lowering.add(CallStep(kind(geometry).bind, rows[:1], rows[1:], is_ours=True))
     place = out.place.reshape(node.meta["val"].shape)
     assert place is not None
     return Stored(out.buffer, place)
@@ -219,7 +219,8 @@ def concatenate(lowering: Lowering, node: fx.Node) -> Stored | None:
         x = lowering.stored(source)
         if x is not None and as_matrix(x.place, 1, ordered=True) is not None:
             rows = [as_rows(value, 1, ordered=True) for value in (x, part)]
-            lowering.add(CallStep(bind_copy, rows[:1], rows[1:], is_ours=True))
+            copy = PoolLayer(Geometry.linear(length, math.prod(shape) // shape[1]))
+            lowering.add(CallStep(copy.bind, rows[:1], rows[1:], is_ours=True))
         else:
             lowering.add(CopyStep(lowering.value(source), part))
     return target

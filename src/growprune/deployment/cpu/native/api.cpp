@@ -42,6 +42,11 @@ GP_API Layer *gp_prepare_depthwise(const Geometry *geometry, const float *weight
     return made<Depthwise>(*geometry, weights, bias, activation, threads);
 }
 
+// Null if memory runs out.
+GP_API Layer *gp_prepare_pool(const Geometry *geometry, int is_mean, int counts_padding, int threads) {
+    return made<Pool>(*geometry, is_mean != 0, counts_padding != 0, threads);
+}
+
 GP_API void gp_run(const BoundLayer *layers, int count) {
     for (int i = 0; i < count; ++i) layers[i].layer->run(layers[i].operands);
 }
@@ -62,12 +67,4 @@ GP_API void gp_end_alone(int threads) {
     omp_set_num_threads(threads);
 }
 
-GP_API void gp_copy(Index rows, Index columns, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
-    share_images(rows, threads, [&](Index row) { std::copy_n(x + row * x_stride, columns, y + row * y_stride); });
-}
-
-GP_API void gp_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int is_mean,
-                    int counts_padding, int threads) {
-    (is_mean ? pool<false> : pool<true>)(*geometry, x, x_stride, y, y_stride, counts_padding != 0, threads);
-}
 }

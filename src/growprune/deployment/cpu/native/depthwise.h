@@ -25,7 +25,7 @@ class Depthwise : public Layer {
     void run(const Operands &operands) const override {
         const Index images = Index(g.channels) * g.batch, items = std::min(images, 2 * ITEMS_OF_THREAD * threads);
         share(items, threads, [&](Index item) {
-            float *padded = scratch_of_thread(rows * pitch);
+            float *padded = scratch_of_thread<Depthwise>(rows * pitch);
             std::fill_n(padded, rows * pitch, 0.0f);
             for (Index i = item * images / items; i < (item + 1) * images / items; ++i)
                 run_image(operands, i / g.batch, i % g.batch, padded);

@@ -1,97 +1,93 @@
 // Largest or mean value of windows, for activations [channels][batch * height * width].
-//
-// A row of outputs is made in two steps: the rows of its windows are joined into one row, whose columns lie next to one
-// another and so take whole vectors; then each output joins the few columns of its window.
 #pragma once
 
 #include <limits>
-#include <vector>
 
-#include "pack.h"
-#include "threads.h"
+#include "plan.h"
 
 namespace gp {
 
-template <bool is_max> GP_INLINE float join(float so_far, float value) {
-    if constexpr (is_max) return (value > so_far) | (value != value) ? value : so_far;  // NaN stays, as in torch
-    return so_far + value;
-}
-
-template <bool is_max> void join_rows(const Geometry &g, const float *image, Index top, float *joined) {
-    std::fill_n(joined, g.width, is_max ? -std::numeric_limits<float>::infinity() : 0.0f);
-    for (Index r = 0; r < g.kernel_height; ++r) {
-        const Index row = top + r * g.dilation_height;
-        if (row < 0 || row >= g.height) continue;
-        const float *from = image + row * g.width;
-        for (Index i = 0; i < g.width; ++i) joined[i] = join<is_max>(joined[i], from[i]);
+class Pool : public Layer {
+  public:
+    Pool(const Geometry &geometry, bool is_mean, bool counts_padding, int threads)
+        : packing(geometry, GP_LANES), is_mean(is_mean), threads(threads) {
+        const Geometry &g = geometry;
+        counts = make_buffer<float>(packing.num_vectors * GP_LANES);
+        std::fill_n(counts.get(), packing.num_vectors * GP_LANES, 1.0f);
+        for (Index column = 0; column < g.columns(); ++column) {
+            const Index top = column / g.out_width % g.out_height * g.stride_height - g.padding_top;
+            const Index left = column % g.out_width * g.stride_width - g.padding_left;
+            counts[column] = static_cast<float>(length(top, g.kernel_height, g.height, g.padding_top, counts_padding) *
+                                                length(left, g.kernel_width, g.width, g.padding_left, counts_padding));
+        }
+        is_whole = is_mean && g.taps() > 1 && g.columns() == g.batch && g.taps() == Index(g.height) * g.width &&
+                   g.kernel_height == g.height && g.padding_top == 0 && g.padding_left == 0;
     }
-}
 
-// Each output joins the columns of its window, a column at a time, which vectors can take for steps that are fixed.
-template <bool is_max, int fixed>
-void join_windows(const Geometry &g, const float *__restrict joined, float *__restrict y) {
-    const Index step = fixed ? fixed : g.stride_width;
-    std::fill_n(y, g.out_width, is_max ? -std::numeric_limits<float>::infinity() : 0.0f);
-    for (Index s = 0; s < g.kernel_width; ++s) {
-        const Index offset = s * g.dilation_width - g.padding_left;
-        const Index first = offset < 0 ? (-offset + step - 1) / step : 0;
-        const Index last = g.width > offset ? std::min<Index>(g.out_width, (g.width - offset + step - 1) / step) : 0;
-        for (Index i = first; i < last; ++i) y[i] = join<is_max>(y[i], joined[i * step + offset]);
+    void run(const Operands &operands) const override {
+        const Index channels = packing.geometry.channels, items = std::min<Index>(channels, ITEMS_OF_THREAD * threads);
+        const Input input = is_whole ? Input{} : packing.input(operands.x, operands.x_stride, threads);
+        share(items, threads, [&](Index item) {
+            for (Index i = item * channels / items; i < (item + 1) * channels / items; ++i) {
+                float *to = operands.y + i * operands.y_stride;
+                is_whole ? mean_of_images(operands.x + i * operands.x_stride, to) : run_channel(input, i, to);
+            }
+        });
     }
-}
 
-// How many places of a window count: those inside of the image, or inside of its padding as well.
-inline Index window_length(Index start, Index kernel, Index size, Index padding, bool counts_padding) {
-    const Index end = std::min(start + kernel, size + padding);
-    return counts_padding ? end - start : std::min(end, size) - std::max<Index>(start, 0);
-}
+  private:
+    using V = Vec<GP_LANES>::type;
 
-template <bool is_max>
-void pool_row(const Geometry &g, const float *image, Index row, bool counts_padding, float *joined, float *y) {
-    const Index top = row * g.stride_height - g.padding_top;
-    join_rows<is_max>(g, image, top, joined);
-    if (g.stride_width == 1)
-        join_windows<is_max, 1>(g, joined, y);
-    else if (g.stride_width == 2)
-        join_windows<is_max, 2>(g, joined, y);
-    else
-        join_windows<is_max, 0>(g, joined, y);
-    if (is_max) return;
-    const Index tall = window_length(top, g.kernel_height, g.height, g.padding_top, counts_padding);
-    for (Index i = 0; i < g.out_width; ++i) {
-        const Index left = i * g.stride_width - g.padding_left;
-        const Index wide = window_length(left, g.kernel_width, g.width, g.padding_left, counts_padding);
-        y[i] /= static_cast<float>(tall * wide);
+    // How many places of a window count: those inside of the image, or inside of its padding as well.
+    static Index length(Index start, Index kernel, Index size, Index padding, bool counts_padding) {
+        const Index end = std::min(start + kernel, size + padding);
+        return counts_padding ? end - start : std::min(end, size) - std::max<Index>(start, 0);
     }
-}
 
-// One window over a whole image, whose numbers lie next to one another.
-inline float mean_of(const float *image, Index size) {
-    typename Vec<GP_LANES>::type sums{};
-    Index i = 0;
-    for (; i + GP_LANES <= size; i += GP_LANES) sums += load<GP_LANES>(image + i);
-    if (i < size) sums += load_some<GP_LANES>(image + i, static_cast<int>(size - i));
-    float sum = 0;
-    for (int lane = 0; lane < GP_LANES; ++lane) sum += sums[lane];
-    return sum / static_cast<float>(size);
-}
+    void run_channel(const Input &input, Index channel, float *to) const {
+        const Index num_vectors = packing.num_vectors, taps = packing.geometry.taps();
+        const V none = broadcast<GP_LANES>(is_mean ? 0.0f : -std::numeric_limits<float>::infinity());
+        float *joined = scratch_of_thread<Pool>(num_vectors * GP_LANES);
+        for (Index v = 0; v < num_vectors; ++v) store<GP_LANES>(joined + v * GP_LANES, none);
+        for (Index tap = 0; tap < taps; ++tap) {
+            const float *row = input.x + packing.row_of(tap, channel) * input.stride;
+            for (Index v = 0; v < num_vectors; ++v) {
+                const Load &load = packing.loads[tap * num_vectors + v];
+                const V found = Packing::read<GP_LANES>(load, row, packing.windows.data(), input);
+                const V value = keep_lanes<GP_LANES>(found, load.keep, none);
+                V so_far = gp::load<GP_LANES>(joined + v * GP_LANES);
+                if (is_mean)
+                    so_far += value;
+                else
+                    so_far = (value > so_far) | (value != value) ? value : so_far;  // NaN stays, as in torch
+                store<GP_LANES>(joined + v * GP_LANES, so_far);
+            }
+        }
+        for (Index v = 0; v < num_vectors; ++v) {
+            V found = gp::load<GP_LANES>(joined + v * GP_LANES);
+            if (is_mean) found /= gp::load<GP_LANES>(counts.get() + v * GP_LANES);
+            const Index left = packing.geometry.columns() - v * GP_LANES;
+            store_some<GP_LANES>(to + v * GP_LANES, found, static_cast<int>(std::min<Index>(GP_LANES, left)));
+        }
+    }
 
-template <bool is_max> void pool(const Geometry &g, const float *x, Index x_stride, float *y, Index y_stride,
-                                 bool counts_padding, int threads) {
-    const Index images = Index(g.channels) * g.batch, in_size = Index(g.height) * g.width;
-    const bool is_whole = !is_max && g.kernel_height == g.height && g.kernel_width == g.width && g.out_height == 1 &&
-                          g.out_width == 1 && g.padding_top == 0 && g.padding_left == 0;
-    share_images(images, threads, [&](Index i) {
-        static thread_local std::vector<float> joined;  // kept, so that only the first call allocates
-        if (joined.size() < static_cast<std::size_t>(g.width)) joined.resize(g.width);
-        const float *from = x + i / g.batch * x_stride + i % g.batch * in_size;
-        float *to = y + i / g.batch * y_stride + i % g.batch * g.out_height * g.out_width;
-        if (is_whole)
-            *to = mean_of(from, in_size);
-        else
-            for (Index row = 0; row < g.out_height; ++row)
-                pool_row<is_max>(g, from, row, counts_padding, joined.data(), to + row * g.out_width);
-    });
-}
+    // One window over each image, whose numbers lie next to one another.
+    void mean_of_images(const float *row, float *to) const {
+        const Index size = packing.geometry.taps();
+        for (Index image = 0; image < packing.geometry.batch; ++image, row += size) {
+            V sums{};
+            for (Index i = 0; i < size; i += GP_LANES)
+                sums += load_some<GP_LANES>(row + i, static_cast<int>(std::min<Index>(GP_LANES, size - i)));
+            float sum = 0;
+            for (int lane = 0; lane < GP_LANES; ++lane) sum += sums[lane];
+            to[image] = sum / static_cast<float>(size);
+        }
+    }
+
+    Packing packing;
+    bool is_mean, is_whole;
+    int threads;
+    Buffer<float> counts;
+};
 
 }  // namespace gp
