@@ -34,6 +34,10 @@ from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError
 
 
+WORTH_THREADS = 8192
+"""How many steps with a whole vector take longer than it takes several threads to share them."""
+
+
 class Activation(enum.IntEnum):
     """What comes last, after bias and residual. The numbers are those of native/epilogue.h."""
 
@@ -149,7 +153,10 @@ class PoolLayer(LibraryLayer):
 
     def __init__(self, geometry: Geometry, *, is_mean: bool = False, counts_padding: bool = True) -> None:
         super().__init__(geometry, geometry.channels)
-        given = (geometry_struct(geometry), is_mean, counts_padding, torch.get_num_threads())
+        g, threads = geometry, torch.get_num_threads()
+        if g.channels * g.kernel[0] * g.kernel[1] * g.columns < library().lanes * WORTH_THREADS:
+            threads = 1
+        given = (geometry_struct(g), is_mean, counts_padding, threads)
         self._hold(library().prepare_pool(*given), f"there is no memory for a pool with {geometry}")
 
 
