@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import runpy
 import sys
 import warnings
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 VARIANTS = [("unstructured", 0.8), ("unstructured", 0.9), ("unstructured", 0.95), ("8x1", 0.9)]
+COUNTED = "gradual_gap-global/0.9/seed0"
+"""The run of `--counts`."""
 FEW = [("unstructured", 0.9), ("8x1", 0.9)]
 """For networks that are no gate."""
 MUST = {
@@ -82,7 +83,7 @@ def load_counts(file: str, seconds: float) -> tuple[Any, Any, Callable[[], Any]]
 
     torch.manual_seed(0)
     model, example = ResNet("resnet18", stem="cifar", width=32, num_classes=10).eval(), torch.randn(1, 3, 32, 32)
-    for row in read_packed(Path(file))[0]["gradual_gap-global/0.9/seed0"]["sparsity"]["rows"]:
+    for row in read_packed(Path(file))[0][COUNTED]["sparsity"]["rows"]:
         weight = model.get_parameter(row["name"]).data
         dead = torch.randperm(weight.numel())[row["alive"] :]
         weight.view(-1)[dead] = 0
@@ -199,11 +200,15 @@ NETWORKS: dict[str, Callable[[bool], tuple[Any, Any, list[str]]]] = {
 
 def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is measured, one row after another."""
+    from growprune.runs.record import read_packed
+
     for folder in arguments.run:
         yield from of_run(folder, arguments)
     if arguments.counts:
         settings = {"file": str(arguments.counts.resolve()), "seconds": arguments.seconds}
-        about = {"network": "cifar-resnet18-half", "mask": "random, with the weights by layer of a trained one"}
+        totals = read_packed(arguments.counts)[0][COUNTED]["sparsity"]["totals"]
+        about = {"network": "cifar-resnet18-half", "mask": "half of the width, counts by layer", "batch": 1}
+        about |= {"test": None, "operations": totals["flops_sparse"] / totals["flops_dense"]}
         yield measure("load_counts", settings, about, None, arguments)
     names = (
         []
@@ -265,7 +270,8 @@ def print_row(row: dict[str, Any]) -> None:
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
     error = by_name.get("deployed", {}).get("error")
     if "test" in row:
-        cells = [f"{row['test']:.2f}", f"{row['operations']:.2f}", str(row["batch"]), *cells]
+        score = "-" if row["test"] is None else f"{row['test']:.2f}"
+        cells = [score, f"{row['operations']:.2f}", str(row["batch"]), *cells]
     tail = [str(row["best"]), ratio, str(row["must"] or "-"), "-" if error is None else f"{error:.1e}"]
     print(f"| {' | '.join([row['network'], row['mask'], *cells, *tail])} |", flush=True)
 
@@ -287,9 +293,14 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.engines.split(",")
     beside = f", beside {arguments.busy} busy processes" if arguments.busy else ""
-    cpu = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())[0]
+    cpu = of_file("bench", "cpu_name")()
     print(f"{cpu}, {arguments.threads} threads, float32, ms (spread){beside}:\n")
-    columns = ["network", "mask", *(["test", "operations", "batch"] if arguments.run else []), *names]
+    columns = [
+        "network",
+        "mask",
+        *(["test", "operations", "batch"] if arguments.run or arguments.counts else []),
+        *names,
+    ]
     print(f"| {' | '.join(columns)} | best dense | times as fast | prototype | error |")
     print("|" + "---|" * (len(columns) + 4))
     rows = []

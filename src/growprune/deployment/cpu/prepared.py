@@ -33,7 +33,6 @@ from growprune.deployment.cpu.library import (
 from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError
 
-
 WORTH_THREADS = 8192
 """How many steps with a whole vector take longer than it takes several threads to share them."""
 
@@ -193,9 +192,7 @@ class DenseLayer(Layer):
 def bias_of(spec: LayerSpec) -> Tensor | None:
     """The bias of a layer, as the kernels take it."""
     if spec.bias is not None and spec.bias.shape != (spec.weight.rows,):
-        raise GrowpruneError(
-            f"bias has shape {tuple(spec.bias.shape)}, but the matrix has {spec.weight.rows} rows"
-        )
+        raise GrowpruneError(f"bias has shape {tuple(spec.bias.shape)}, but the matrix has {spec.weight.rows} rows")
     return None if spec.bias is None else spec.bias.detach().to("cpu", torch.float32).contiguous()
 
 
