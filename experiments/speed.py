@@ -48,7 +48,8 @@ def stored(name: str) -> Any:
 
 
 def conditions(content: Any) -> str:
-    return f"{content['cpu']}, {content['threads']} thread{'s' * (content['threads'] > 1)}"
+    note = f" ({content['note']})" if "note" in content else ""
+    return f"{content['cpu']}, {content['threads']} thread{'s' * (content['threads'] > 1)}{note}"
 
 
 def trained() -> str:

@@ -98,10 +98,9 @@ class Library:
         )
         self.run = _typed(library.gp_run, None, POINTER(BoundLayer), c_int)
         self.free = _typed(library.gp_free, None, c_void_p)
-        self.prepare_depthwise = _typed(
-            library.gp_prepare_depthwise, c_void_p, POINTER(_Geometry), c_void_p, c_void_p, c_int, c_int
+        self.prepare_windows = _typed(
+            library.gp_prepare_windows, c_void_p, POINTER(_Geometry), c_void_p, c_void_p, c_int, c_int, c_int
         )
-        self.prepare_pool = _typed(library.gp_prepare_pool, c_void_p, POINTER(_Geometry), c_int, c_int, c_int)
         self.begin_alone = _typed(library.gp_begin_alone, c_int)
         self.end_alone = _typed(library.gp_end_alone, None, c_int)
 

@@ -143,20 +143,20 @@ class DepthwiseLayer(LibraryLayer):
     def __init__(self, spec: LayerSpec, threads: int) -> None:
         super().__init__(spec.geometry, spec.weight.rows)
         g, taps, bias = spec.geometry, spec.weight.dense().contiguous(), bias_of(spec)
-        given = (geometry_struct(g), taps.data_ptr(), strided(bias)[0], int(spec.activation), threads)
-        self._hold(library().prepare_depthwise(*given), f"there is no memory for a depthwise convolution with {g}")
+        given = (geometry_struct(g), taps.data_ptr(), strided(bias)[0], int(spec.activation), False, threads)
+        self._hold(library().prepare_windows(*given), f"there is no memory for a depthwise convolution with {g}")
 
 
 class PoolLayer(LibraryLayer):
-    """The largest number of each window, or the mean. With windows of one number, a copy."""
+    """The largest number of each window, or the mean, of windows without padding. With one number in each, a copy."""
 
-    def __init__(self, geometry: Geometry, *, is_mean: bool = False, counts_padding: bool = True) -> None:
+    def __init__(self, geometry: Geometry, *, is_mean: bool = False) -> None:
         super().__init__(geometry, geometry.channels)
         g, threads = geometry, torch.get_num_threads()
         if g.channels * g.kernel[0] * g.kernel[1] * g.columns < library().lanes * WORTH_THREADS:
             threads = 1
-        given = (geometry_struct(g), is_mean, counts_padding, threads)
-        self._hold(library().prepare_pool(*given), f"there is no memory for a pool with {geometry}")
+        given = (geometry_struct(g), None, None, int(Activation.NONE), is_mean, threads)
+        self._hold(library().prepare_windows(*given), f"there is no memory for a pool with {g}")
 
 
 class DenseLayer(Layer):

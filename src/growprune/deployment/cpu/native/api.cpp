@@ -1,6 +1,5 @@
 // What Python calls, through ctypes. Structures are those of growprune/deployment/cpu/library.py, field by field.
-#include "depthwise.h"
-#include "pool.h"
+#include "windows.h"
 
 using namespace gp;
 
@@ -37,14 +36,9 @@ GP_API Layer *gp_prepare(const Matrix *matrix, const Geometry *geometry, const T
 }
 
 // Null if memory runs out.
-GP_API Layer *gp_prepare_depthwise(const Geometry *geometry, const float *weights, const float *bias, int activation,
-                                   int threads) {
-    return made<Depthwise>(*geometry, weights, bias, activation, threads);
-}
-
-// Null if memory runs out.
-GP_API Layer *gp_prepare_pool(const Geometry *geometry, int is_mean, int counts_padding, int threads) {
-    return made<Pool>(*geometry, is_mean != 0, counts_padding != 0, threads);
+GP_API Layer *gp_prepare_windows(const Geometry *geometry, const float *weights, const float *bias, int activation,
+                                 int is_mean, int threads) {
+    return made<Windows>(*geometry, weights, bias, activation, is_mean != 0, threads);
 }
 
 GP_API void gp_run(const BoundLayer *layers, int count) {

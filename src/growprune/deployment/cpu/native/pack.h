@@ -104,29 +104,25 @@ class Packing {
     }
 
     // Rows [from, end) of the product, for vectors [v, v + count); rows of `to` are `stride` floats apart.
-    template <int lanes> __attribute__((noinline)) void pack(const Input &input, const Source *from, const Source *end,
-                                                             Index v, int count, float *to, Index stride) const {
-        const Load *loads_of_panel = loads.data() + v;
-        const Window *table = windows.data();
-        const Index per_tap = num_vectors;
-        const Input given = input;
-        for (; from < end; ++from, to += stride) {
-            const float *row = given.x + from->row * given.stride;
-            const Load *load = loads_of_panel + from->tap * per_tap;
-            for (int u = 0; u < count; ++u) store<lanes>(to + u * lanes, read<lanes>(load[u], row, table, given));
-        }
+    template <int lanes> void pack(const Input &input, const Source *from, const Source *end, Index v, int count,
+                                   float *to, Index stride) const {
+        if (windows.empty())
+            pack_rows<lanes, false>(input, from, end, v, count, to, stride);
+        else
+            pack_rows<lanes, true>(input, from, end, v, count, to, stride);
     }
 
     // The inputs of one load from a row of X, zeros in the padding. What is masked away may lie in another row, but not
-    // outside of X, where no whole vector is read.
-    template <int lanes> static GP_INLINE typename Vec<lanes>::type read(const Load &load, const float *row,
-                                                                         const Window *table, const Input &input) {
+    // outside of X, where no whole vector is read. Without windows in its way, a loop of loads is twice as fast.
+    template <int lanes, bool has_windows>
+    static GP_INLINE typename Vec<lanes>::type read(const Load &load, const float *row, const Window *table,
+                                                    const Input &input) {
         const float *from = row + load.start;
-        const Window *window = table + load.first_window;
 #if defined(GP_HAS_MASKED_LOADS)
-        if (__builtin_expect(load.num_windows == 0, 1)) return load_masked<lanes>(from, load.keep);
+        if (!has_windows || load.num_windows == 0) return load_masked<lanes>(from, load.keep);
         if constexpr (lanes == 16) {
             __m512 found = _mm512_setzero_ps();
+            const Window *window = table + load.first_window;
             for (const Window *end = window + load.num_windows; window < end; ++window) {
                 const __m512 low = _mm512_maskz_loadu_ps(window->low, from + window->offset);
                 const __m512 high = _mm512_maskz_loadu_ps(window->high, from + window->offset + 16);
@@ -136,19 +132,19 @@ class Packing {
             return (typename Vec<16>::type)found;
         }
 #endif
-        if (load.num_windows == 0 && from >= input.x && from + lanes <= input.end)
+        const bool is_together = !has_windows || load.num_windows == 0;
+        if (is_together && from >= input.x && from + lanes <= input.end)
             return keep_lanes<lanes>(gp::load<lanes>(from), load.keep);
         float found[lanes];
         for (int i = 0; i < lanes; ++i)
-            found[i] = load.keep >> i & 1 ? from[load.num_windows ? window->at[i] : i] : 0.0f;
+            found[i] = load.keep >> i & 1 ? from[is_together ? i : table[load.first_window].at[i]] : 0.0f;
         return gp::load<lanes>(found);
     }
 
     // Whether any of some taps reads more than padding.
     bool is_read(Index tap, Index last) const {
-        for (const Load *load = &loads[tap * num_vectors], *end = &loads[last * num_vectors] + num_vectors; load < end; ++load)
-            if (load->keep) return true;
-        return false;
+        const auto is_kept = [](const Load &load) { return load.keep != 0; };
+        return std::any_of(loads.begin() + tap * num_vectors, loads.begin() + (last + 1) * num_vectors, is_kept);
     }
 
     // Whether one tap reads the whole input as it is, and all others nothing but padding.
@@ -169,13 +165,28 @@ class Packing {
     std::vector<Window> windows;
 
   private:
+    template <int lanes, bool has_windows>
+    __attribute__((noinline)) void pack_rows(Input input, const Source *from, const Source *end, Index v, int count,
+                                             float *to, Index stride) const {
+        const Load *loads_of_panel = loads.data() + v;
+        const Window *table = windows.data();
+        const Index per_tap = num_vectors;
+        for (; from < end; ++from, to += stride) {
+            const float *row = input.x + from->row * input.stride;
+            const Load *load = loads_of_panel + from->tap * per_tap;
+            for (int u = 0; u < count; ++u)
+                store<lanes>(to + u * lanes, read<lanes, has_windows>(load[u], row, table, input));
+        }
+    }
+
     // The place in its row of the number that a tap reads for an output column; -1 in the padding.
     Index source(int tap, Index column) const {
         const Index at = geometry.source(tap, column);
         if (at < 0 || !phases) return at;
         const Geometry &cut = phases->geometry;
         const Index line = at / geometry.width, image = line / geometry.height, row = line % geometry.height;
-        return (image * cut.out_height + row / cut.stride_height) * cut.out_width + at % geometry.width / cut.stride_width;
+        const Index line_of_phase = image * cut.out_height + row / cut.stride_height;
+        return line_of_phase * cut.out_width + at % geometry.width / cut.stride_width;
     }
 
     Load describe(int tap, Index column) {

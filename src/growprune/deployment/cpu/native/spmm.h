@@ -10,9 +10,10 @@ using Kernel = void (*)(const Piece &, const float *x, const Ends &, Index num_r
 
 // A row at a time: U sums in registers; for each weight a broadcast and U multiply-adds with X straight from memory.
 // With few vectors there are several sets of sums, or each multiply-add would wait for the one before it. The sets
-// depend on U only: the order of additions, and so every bit of the result, is the same for any number of threads.
+// depend on the kernel only: so the order of additions, and every bit of the result, is the same for any number of
+// threads.
 template <int lanes, int U> struct Sums {
-    static constexpr int sets = U == 1 ? 4 : U <= 4 ? 2 : 1;
+    static constexpr int sets = lanes == 4 ? 4 : U <= 4 ? 2 : 1;
     typename Vec<lanes>::type of[sets][U];
 
     GP_INLINE void add(int set, float value, const float *x) {
@@ -29,7 +30,7 @@ template <int lanes, int U> struct Sums {
 template <int lanes, int U> GP_INLINE void add_singles(Sums<lanes, U> &sums, const float *values,
                                                        const std::uint16_t *offsets, std::uint32_t count,
                                                        const float *x) {
-    constexpr std::uint32_t step = U == 1 ? 4 : 2;
+    constexpr std::uint32_t step = lanes == 4 ? 4 : 2;
     std::uint32_t i = 0;
     for (; i + step <= count; i += step)
         for (std::uint32_t j = 0; j < step; ++j) sums.add(j, values[i + j], x + offsets[i + j]);

@@ -54,28 +54,6 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type broadcast(float value) 
     return value - typename Vec<lanes>::type{};  // not "+": -0.0f + 0.0f would be 0.0f
 }
 
-// Every second number of two vectors, one after the other.
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define GP_HAS_HALVES
-#endif
-#endif
-#if defined(GP_HAS_HALVES)
-constexpr bool HAS_HALVES = true;
-template <class V> GP_INLINE V half_of(V low, V high) {
-#if GP_LANES == 16
-    return __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-#elif GP_LANES == 8
-    return __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14);
-#else
-    return __builtin_shufflevector(low, high, 0, 2, 4, 6);
-#endif
-}
-#else
-constexpr bool HAS_HALVES = false;
-template <class V> GP_INLINE V half_of(V low, V) { return low; }
-#endif
-
 // The first `count` floats, and zeros behind them; nothing behind them is read.
 template <int lanes> GP_INLINE typename Vec<lanes>::type load_some(const float *from, int count) {
 #if defined(__AVX512F__)
@@ -113,11 +91,12 @@ template <int lanes> GP_INLINE void store_some(float *to, typename Vec<lanes>::t
 }
 
 // The lanes whose bit is set in `keep`, those of `others` elsewhere; whatever is there, NaN included, is dropped.
-template <int lanes> GP_INLINE typename Vec<lanes>::type keep_lanes(typename Vec<lanes>::type vector, unsigned keep,
-                                                                    typename Vec<lanes>::type others = broadcast<lanes>(0)) {
+template <int lanes>
+GP_INLINE typename Vec<lanes>::type keep_lanes(typename Vec<lanes>::type vector, unsigned keep,
+                                               typename Vec<lanes>::type others = broadcast<lanes>(0)) {
 #if defined(__AVX512F__)
     if constexpr (lanes == 16)
-        return (typename Vec<16>::type)_mm512_mask_mov_ps((__m512)others, static_cast<__mmask16>(keep), (__m512)vector);
+        return (Vec<16>::type)_mm512_mask_mov_ps((__m512)others, static_cast<__mmask16>(keep), (__m512)vector);
 #endif
     if constexpr (lanes == 1) {
         return keep & 1u ? vector : others;
