@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -107,6 +108,12 @@ while os.getppid() == int(sys.argv[1]):
     sum(range(100_000))
 """
 """Computes until it is killed, or whoever started it is gone."""
+
+
+def cpu_name() -> str:
+    """The kind of CPU, with the numbers that tell its generations apart."""
+    about = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M))
+    return f"{about['model name']} (family {about['cpu family']}, model {about['model']})"
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import cpu_name
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,7 +87,7 @@ def main() -> None:
             f"| {sparsity:.0%} | {times} | {row.num_sparse} of {row.num_layers} | {row.has_same_tokens} |", flush=True
         )
     if arguments.json:
-        content = {"threads": arguments.threads, "rows": [asdict(row) for row in rows]}
+        content = {"cpu": cpu_name(), "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/inference_networks.py [--threads 2] [--rounds 15] [--only resnet50,encoder] [--python FILE]
                                             [--engines NAME,...] [--json FILE] [--seconds 20] [--small] [--run FOLDER]
-                                            [--busy 2]
+                                            [--batch 1,16] [--busy 2]
 
 Masks are random; with `--run`, which can be given several times, they are those of finished runs instead, which spread
-the live weights over the layers as training did. A translator is timed end to end: a sentence of 24 tokens in, its
+the live weights over the layers as training did; a row then has the score on test data, and the share of the dense
+model's operations. A translator is timed end to end: a sentence of 24 tokens in, its
 greedy translation out, 32 tokens at most, one call of the decoder each; its error is 0 if all tokens are the same. The
 column "error" is that of the deployed model, as a share of torch's largest output. Each engine is a process, and they
 take turns, about 60 ms each: see bench.py. `--python` is the interpreter for onnxruntime and
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 VARIANTS = [("unstructured", 0.8), ("unstructured", 0.9), ("unstructured", 0.95), ("8x1", 0.9)]
+COUNTED = "gradual_gap-global/0.9/seed0"
+"""The run of `--counts`."""
 FEW = [("unstructured", 0.9), ("8x1", 0.9)]
 """For networks that are no gate."""
 MUST = {
@@ -55,19 +58,36 @@ def load(
     return sparse, example, lambda: gp.deploy(sparse, example, seconds=seconds)
 
 
-def load_run(folder: str, seconds: float) -> tuple[Any, Any, Callable[[], Any]]:
+def load_run(folder: str, seconds: float, batch: int) -> tuple[Any, Any, Callable[[], Any]]:
     """The same of a finished run; of a translator, what translates a sentence."""
     import torch
-    from bench import open_model
 
     import growprune as gp
     from growprune.tasks.translation.transformer import Transformer
 
     torch.manual_seed(0)
-    model, example, _ = open_model(folder, "", "")
+    model, example, _ = of_file("bench", "open_model")(folder, "", "")
     if not isinstance(model, Transformer):
+        example = torch.randn(batch, *example.shape[1:])
         return model, example, lambda: gp.deploy(model, example, seconds=seconds)
     return (*translating(model), lambda: deployed_translator(model, seconds))
+
+
+def load_counts(file: str, seconds: float) -> tuple[Any, Any, Callable[[], Any]]:
+    """The ResNet-18 of half the width for CIFAR-10, each layer with as many weights as training by gradual_gap left."""
+    import torch
+
+    import growprune as gp
+    from growprune.runs.record import read_packed
+    from growprune.tasks.classification.resnet import ResNet
+
+    torch.manual_seed(0)
+    model, example = ResNet("resnet18", stem="cifar", width=32, num_classes=10).eval(), torch.randn(1, 3, 32, 32)
+    for row in read_packed(Path(file))[0][COUNTED]["sparsity"]["rows"]:
+        weight = model.get_parameter(row["name"]).data
+        dead = torch.randperm(weight.numel())[row["alive"] :]
+        weight.view(-1)[dead] = 0
+    return model, example, lambda: gp.deploy(model, example, seconds=seconds)
 
 
 def translating(model: Any) -> tuple[Any, Any]:
@@ -148,7 +168,7 @@ def mobilenet(small: bool, batch: int = 1) -> tuple[Any, Any, list[str]]:
     from torch import randn
 
     size = 32 if small else 160
-    model = of_small_networks("MobileNet")(0.25 if small else 1.0)
+    model = of_file("small_networks", "MobileNet")(0.25 if small else 1.0)
     return model, randn(batch, 3, size, size), model.dense_layers()
 
 
@@ -157,12 +177,12 @@ def unet(small: bool) -> tuple[Any, Any, list[str]]:
     from torch import randn
 
     size = 32 if small else 128
-    return of_small_networks("UNet")(8 if small else 32), randn(1, 3, size, size), ["stem.0", "head"]
+    return of_file("small_networks", "UNet")(8 if small else 32), randn(1, 3, size, size), ["stem.0", "head"]
 
 
-def of_small_networks(name: str) -> Any:
-    """A class of small_networks.py, by its path, since engines do not have this folder among their imports."""
-    return runpy.run_path(str(Path(__file__).with_name("small_networks.py")))[name]
+def of_file(file: str, name: str) -> Any:
+    """A name of a file here, by its path, since engines do not have this folder among their imports."""
+    return runpy.run_path(str(Path(__file__).with_name(f"{file}.py")))[name]
 
 
 NETWORKS: dict[str, Callable[[bool], tuple[Any, Any, list[str]]]] = {
@@ -180,16 +200,40 @@ NETWORKS: dict[str, Callable[[bool], tuple[Any, Any, list[str]]]] = {
 
 def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is measured, one row after another."""
+    from growprune.runs.record import read_packed
+
     for folder in arguments.run:
-        settings = {"folder": str(folder.resolve()), "seconds": arguments.seconds}
-        yield measure("load_run", settings, {"network": f"run {folder.name}", "mask": "trained"}, None, arguments)
-    names = [] if arguments.run and arguments.only is None else (arguments.only or "resnet50,encoder").split(",")
+        yield from of_run(folder, arguments)
+    if arguments.counts:
+        settings = {"file": str(arguments.counts.resolve()), "seconds": arguments.seconds}
+        totals = read_packed(arguments.counts)[0][COUNTED]["sparsity"]["totals"]
+        about = {"network": "cifar-resnet18-half", "mask": "half of the width, counts by layer", "batch": 1}
+        about |= {"test": None, "operations": totals["flops_sparse"] / totals["flops_dense"]}
+        yield measure("load_counts", settings, about, None, arguments)
+    names = (
+        []
+        if (arguments.run or arguments.counts) and arguments.only is None
+        else (arguments.only or "resnet50,encoder").split(",")
+    )
     for network in NETWORKS if names == ["all"] else names:
         for pattern, sparsity in (VARIANTS if network in MUST else FEW)[: 1 if arguments.small else None]:
             must = None if arguments.small else MUST.get(network, {}).get((pattern, sparsity))
             settings = {"network": network, "pattern": pattern, "sparsity": sparsity, "small": arguments.small}
             about = {"network": network, "mask": f"{pattern} {100 * sparsity:g}"}
             yield measure("load", {**settings, "seconds": arguments.seconds}, about, must, arguments)
+
+
+def of_run(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from growprune.runs import read_run
+
+    record = read_run(folder)
+    recipe, power = record.recipe, record.recipe.get("cost_power") or 0
+    mask = f"{record.method}, {recipe['allocation']}" + (f", cost_power={power:g}" if power else "")
+    about = {"network": recipe["task"]["name"], "mask": mask, "seed": record.seed, "sparsity": record.reached}
+    about |= {"metric": record.metric.name, "test": record.test, "operations": record.inference_flops}
+    for batch in map(int, arguments.batch.split(",")):
+        settings = {"folder": str(folder.resolve()), "seconds": arguments.seconds, "batch": batch}
+        yield measure("load_run", settings, {**about, "batch": batch}, None, arguments)
 
 
 def measure(
@@ -225,6 +269,9 @@ def print_row(row: dict[str, Any]) -> None:
         cells.append("-" if ms is None else f"{ms:.2f} ({spread:.0%})")
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
     error = by_name.get("deployed", {}).get("error")
+    if "test" in row:
+        score = "-" if row["test"] is None else f"{row['test']:.2f}"
+        cells = [score, f"{row['operations']:.2f}", str(row["batch"]), *cells]
     tail = [str(row["best"]), ratio, str(row["must"] or "-"), "-" if error is None else f"{error:.1e}"]
     print(f"| {' | '.join([row['network'], row['mask'], *cells, *tail])} |", flush=True)
 
@@ -237,6 +284,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="for tuning")
     parser.add_argument("--only", help=f"all, or some of {', '.join(NETWORKS)}; resnet50,encoder by default")
     parser.add_argument("--run", type=Path, action="append", default=[], metavar="FOLDER", help="a finished run")
+    parser.add_argument("--batch", default="1", help="of the runs: 1,16, say")
+    parser.add_argument("--counts", type=Path, metavar="FILE", help="experiments/compare/cifar10-width32/results.json")
     parser.add_argument("--engines", default="deployed,torch,compile,onnxruntime,openvino")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--json", type=Path)
@@ -244,9 +293,16 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.engines.split(",")
     beside = f", beside {arguments.busy} busy processes" if arguments.busy else ""
-    print(f"{arguments.threads} threads, float32, ms (spread){beside}:\n")
-    print(f"| network | mask | {' | '.join(names)} | best dense | times as fast | prototype | error |")
-    print("|---|---|" + "---|" * (len(names) + 4))
+    cpu = of_file("bench", "cpu_name")()
+    print(f"{cpu}, {arguments.threads} threads, float32, ms (spread){beside}:\n")
+    columns = [
+        "network",
+        "mask",
+        *(["test", "operations", "batch"] if arguments.run or arguments.counts else []),
+        *names,
+    ]
+    print(f"| {' | '.join(columns)} | best dense | times as fast | prototype | error |")
+    print("|" + "---|" * (len(columns) + 4))
     rows = []
     for row in rows_of(arguments):
         rows.append(row)
@@ -255,9 +311,8 @@ def main() -> None:
     for name, why in missing.items():
         print(f"\n{name} was not measured: {why}")
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"threads": arguments.threads, "busy": arguments.busy, "rows": rows}, indent=1) + "\n"
-        )
+        content = {"cpu": cpu, "threads": arguments.threads, "busy": arguments.busy, "rows": rows}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

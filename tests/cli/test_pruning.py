@@ -116,6 +116,8 @@ def test_what_cannot_be_pruned_is_refused_in_one_line(folder: Path, tmp_path: Pa
     bare = Path(shutil.copytree(folder / "dense", tmp_path / "bare"))
     for path in bare.glob("tokenizer*"):
         path.unlink()
+    headless = Path(shutil.copytree(folder / "dense", tmp_path / "headless"))
+    hf.AutoModel.from_pretrained(folder / "dense").save_pretrained(headless)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "zeros").write_bytes(b"a\0b")
     (tmp_path / "short.txt").write_text("abc")
@@ -132,6 +134,7 @@ def test_what_cannot_be_pruned_is_refused_in_one_line(folder: Path, tmp_path: Pa
         ((dense, "--text", text, "--out", out, "--by", "luck"), "luck"),
         ((tmp_path / "vit", "--text", text, "--out", out), "vit"),
         ((bare, "--text", text, "--out", out), "bare"),
+        ((headless, "--text", text, "--out", out), "lm_head.weight"),
         ((tmp_path, "--text", text, "--out", out), "config.json"),
     ]:
         done = CliRunner().invoke(app, ["prune", *map(str, arguments), "--samples", "4", "--length", "24"])

@@ -125,11 +125,10 @@ def test_taps_that_only_see_padding_are_left_out(pattern: str) -> None:
         *(nn.Conv2d(8, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1)),
         *(nn.Conv2d(16, 8, 3, padding=2, dilation=2), nn.Conv2d(8, 8, 3, padding=1)),
     )
-    x = torch.randn(3, 8, 2, 2)
-    deployed = gp.deploy(sparse_of(model, pattern=pattern), x, seconds=0)
-    assert_same(deployed(x), model(x))
-    kernels = [row.shape.split(" x ")[0] for row in deployed.table]
-    assert kernels == ["16x72 (3x3)", "16x64 (2x2)", "8x16", "8x8"]
+    x, sparse = torch.randn(3, 8, 2, 2), sparse_of(model, pattern=pattern)
+    expected, edge = model(x), model[0].weight.data[:, :, 0]
+    edge[edge != 0] = torch.inf  # times padding, that would be NaN
+    assert_same(gp.deploy(sparse, x, seconds=0)(x), expected)
 
 
 def test_layers_among_operations_that_stay_in_torch() -> None:

@@ -37,6 +37,7 @@ SMALLEST = {
     "kernels": ["--weights", "4096"],
     "loading": ["--images", "IMAGES", "--workers", "0", "--batches", "1"],
     "loading_files": ["--millions", "1", "--rounds", "1"],
+    "merging": ["--small", "--threads", "1", "--rounds", "1"],
     "masking": ["--steps", "1", "--small"],
     "parallel": ["--processes", "1", "--rounds", "2", "--epochs", "1", "--width", "2"],
     "same_bits": [

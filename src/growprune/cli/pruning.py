@@ -140,7 +140,10 @@ def _load(folder: Path, length: int) -> tuple[Any, Any, int]:
         what = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         what = "model"
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+        options = {"local_files_only": True, "dtype": "auto", "output_loading_info": True}
+        model, loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
+        if missing := sorted(loaded["missing_keys"]):
+            raise GrowpruneError(f"{folder} lacks {missing[0]}: pass a causal language model, with its output layer")
     except GrowpruneError:
         raise
     except (ValueError, OSError, KeyError, TypeError) as error:

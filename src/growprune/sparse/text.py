@@ -102,6 +102,11 @@ def perplexity(
         raise GrowpruneError(
             f"{path} has {len(tokens):,} {what}, too few for one window of {length}: pass more text or a shorter length"
         )
+    words = getattr(model, "config", None) and model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if words and (largest := int(tokens.max())) >= words:
+        raise GrowpruneError(
+            f"the tokenizer gives token {largest}, but the model has {words} tokens: pass the model's own tokenizer"
+        )
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     total = 0.0

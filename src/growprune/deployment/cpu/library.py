@@ -92,20 +92,17 @@ class Library:
     """The functions of the library, with their types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        strided = (c_void_p, c_int64)
         self.lanes = int(library.gp_lanes())
         self.prepare = _typed(
             library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(TileStruct), c_void_p, c_int
         )
         self.run = _typed(library.gp_run, None, POINTER(BoundLayer), c_int)
         self.free = _typed(library.gp_free, None, c_void_p)
-        self.prepare_depthwise = _typed(
-            library.gp_prepare_depthwise, c_void_p, POINTER(_Geometry), c_void_p, c_void_p, c_int, c_int
+        self.prepare_windows = _typed(
+            library.gp_prepare_windows, c_void_p, POINTER(_Geometry), c_void_p, c_void_p, c_int, c_int, c_int
         )
         self.begin_alone = _typed(library.gp_begin_alone, c_int)
         self.end_alone = _typed(library.gp_end_alone, None, c_int)
-        self.copy = _typed(library.gp_copy, None, c_int64, c_int64, *strided, *strided, c_int)
-        self.pool = _typed(library.gp_pool, None, POINTER(_Geometry), *strided, *strided, c_int, c_int, c_int)
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:

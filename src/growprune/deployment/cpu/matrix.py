@@ -121,12 +121,6 @@ def block_of(pattern: str | Pattern) -> tuple[int, int]:
     return (1, 8) if pattern.width % 8 == 0 else (1, 1)
 
 
-def matrix_of_zeros(weight: Tensor, *, transposed: bool = False) -> SparseMatrix:
-    """The matrix of a weight whose zeros are dead, in blocks if it is made of whole ones."""
-    mask = weight != 0
-    return from_dense(weight, mask, pattern=pattern_of(mask.t() if transposed else mask), transposed=transposed)
-
-
 def pattern_of(mask: Tensor) -> Pattern:
     """Blocks, if the live weights (out, in, ...) fill them, but for the odd weight that is zero by chance."""
     folded = mask.movedim(1, -1).flatten(1)

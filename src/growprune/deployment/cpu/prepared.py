@@ -1,6 +1,7 @@
 """Layers and pools that are ready to run, for one matrix and one number of columns.
 
-Layers are siblings with one interface: `NativeLayer` and `DepthwiseLayer` run on our kernels, `DenseLayer` on torch.
+Layers are siblings with one interface: `NativeLayer`, `DepthwiseLayer` and `PoolLayer` run on our kernels, `DenseLayer`
+on torch.
 Activations are feature-major, `[channels][columns]`; rows may be further apart than they are long.
 """
 
@@ -32,6 +33,9 @@ from growprune.deployment.cpu.library import (
 from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError
 
+WORTH_THREADS = 8192
+"""How many steps with a whole vector take longer than it takes several threads to share them."""
+
 
 class Activation(enum.IntEnum):
     """What comes last, after bias and residual. The numbers are those of native/epilogue.h."""
@@ -58,14 +62,10 @@ class LayerSpec:
 
 
 class Layer:
-    """out = activation(W x + bias + residual)."""
+    """What makes an output of an input, and may add a residual."""
 
-    def __init__(self, spec: LayerSpec) -> None:
-        bias, rows = spec.bias, spec.weight.rows
-        if bias is not None and bias.shape != (rows,):
-            raise GrowpruneError(f"bias has shape {tuple(bias.shape)}, but the matrix has {rows} rows")
-        self.geometry, self.rows, self._activation = spec.geometry, rows, spec.activation
-        self._bias = None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()
+    def __init__(self, geometry: Geometry, rows: int) -> None:
+        self.geometry, self.rows = geometry, rows
 
     def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Callable[[], object]:
         """A call with these very tensors, checked now, so that it is quick to start later.
@@ -127,11 +127,11 @@ class NativeLayer(LibraryLayer):
     """A sparse product, cut up by a tile."""
 
     def __init__(self, spec: LayerSpec, tile: Tile) -> None:
-        super().__init__(spec)
-        self.tile, matrix = tile, spec.weight
+        super().__init__(spec.geometry, spec.weight.rows)
+        self.tile, matrix, bias = tile, spec.weight, bias_of(spec)
         structs = (matrix_struct(matrix), geometry_struct(spec.geometry), TileStruct(*dataclasses.astuple(tile)))
         self._hold(
-            library().prepare(*structs, strided(self._bias)[0], int(spec.activation)),
+            library().prepare(*structs, strided(bias)[0], int(spec.activation)),
             f"{tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
             f"{matrix.width} with {spec.geometry}, or there is no memory: give one of tuning.candidates",
         )
@@ -141,18 +141,31 @@ class DepthwiseLayer(LibraryLayer):
     """A convolution that filters each channel by itself, dense."""
 
     def __init__(self, spec: LayerSpec, threads: int) -> None:
-        super().__init__(spec)
-        g, taps = spec.geometry, spec.weight.dense().contiguous()
-        given = (geometry_struct(g), taps.data_ptr(), strided(self._bias)[0], int(spec.activation), threads)
-        self._hold(library().prepare_depthwise(*given), f"there is no memory for a depthwise convolution with {g}")
+        super().__init__(spec.geometry, spec.weight.rows)
+        g, taps, bias = spec.geometry, spec.weight.dense().contiguous(), bias_of(spec)
+        given = (geometry_struct(g), taps.data_ptr(), strided(bias)[0], int(spec.activation), False, threads)
+        self._hold(library().prepare_windows(*given), f"there is no memory for a depthwise convolution with {g}")
+
+
+class PoolLayer(LibraryLayer):
+    """The largest number of each window, or the mean, of windows without padding. With one number in each, a copy."""
+
+    def __init__(self, geometry: Geometry, *, is_mean: bool = False) -> None:
+        super().__init__(geometry, geometry.channels)
+        g, threads = geometry, torch.get_num_threads()
+        if g.channels * g.kernel[0] * g.kernel[1] * g.columns < library().lanes * WORTH_THREADS:
+            threads = 1
+        given = (geometry_struct(g), None, None, int(Activation.NONE), is_mean, threads)
+        self._hold(library().prepare_windows(*given), f"there is no memory for a pool with {g}")
 
 
 class DenseLayer(Layer):
     """Dense, in torch, in the same layout."""
 
     def __init__(self, spec: LayerSpec) -> None:
-        super().__init__(spec)
-        self._weight, g = spec.weight.dense(), spec.geometry
+        super().__init__(spec.geometry, spec.weight.rows)
+        self._weight, self._bias, self._activation = spec.weight.dense(), bias_of(spec), spec.activation
+        g = spec.geometry
         if not g.is_plain:
             self._weight = self._weight.view(self.rows, *g.kernel, -1).permute(0, 3, 1, 2).contiguous()
 
@@ -176,28 +189,11 @@ class DenseLayer(Layer):
         out.copy_(found)
 
 
-def bind_pool(
-    geometry: Geometry,
-    x: Tensor,
-    out: Tensor,
-    *,
-    is_mean: bool = False,
-    counts_padding: bool = True,
-    threads: int | None = None,
-) -> Callable[[], object]:
-    """A call that takes the largest of each window, or the mean: over all of an image, if the kernel is as large."""
-    g = geometry
-    check_matrix("x", x, g.channels, g.in_columns)
-    check_matrix("out", out, g.channels, g.columns)
-    given = (geometry_struct(g), *strided(x), *strided(out), is_mean, counts_padding)
-    return partial(library().pool, *given, threads or torch.get_num_threads())
-
-
-def bind_copy(x: Tensor, out: Tensor) -> Callable[[], object]:
-    """A call that copies a matrix to another of its shape."""
-    check_matrix("x", x, *out.shape)
-    check_matrix("out", out, *x.shape)
-    return partial(library().copy, *x.shape, *strided(x), *strided(out), torch.get_num_threads())
+def bias_of(spec: LayerSpec) -> Tensor | None:
+    """The bias of a layer, as the kernels take it."""
+    if spec.bias is not None and spec.bias.shape != (spec.weight.rows,):
+        raise GrowpruneError(f"bias has shape {tuple(spec.bias.shape)}, but the matrix has {spec.weight.rows} rows")
+    return None if spec.bias is None else spec.bias.detach().to("cpu", torch.float32).contiguous()
 
 
 def check_matrix(name: str, tensor: Tensor, rows: int, columns: int) -> None:

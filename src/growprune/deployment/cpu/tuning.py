@@ -13,7 +13,14 @@ import torch
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import Tile, library
 from growprune.deployment.cpu.matrix import SparseMatrix
-from growprune.deployment.cpu.prepared import DenseLayer, DepthwiseLayer, Layer, LayerSpec, NativeLayer
+from growprune.deployment.cpu.prepared import (
+    WORTH_THREADS,
+    DenseLayer,
+    DepthwiseLayer,
+    Layer,
+    LayerSpec,
+    NativeLayer,
+)
 from growprune.deployment.layer_table import Row
 
 WORTH_OUR_THREADS = 0.1
@@ -142,13 +149,18 @@ def seconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float, paus
 
 
 def candidates(matrix: SparseMatrix, geometry: Geometry, threads: int) -> list[Tile]:
-    """Tiles worth a try, the likeliest first. They are the same for any number of threads, but for how rows are cut."""
+    """Tiles worth a try, the likeliest first. They are the same for any number of threads, but for how rows are cut.
+
+    A small product is left to one thread: two would wait for each other, and for what the other one wrote before.
+    """
     longest = library().lanes
     lanes = min((n for n in (1, 4, 8) if geometry.columns <= n < longest), default=longest)
     shapes: tuple[tuple[int, int], ...] = SHAPES_OF_EIGHT if matrix.height == 8 else SHAPES
     if lanes < longest:
         shapes = ((1, LARGEST_OFFSET),)
     num_vectors, width, fitting = -(-geometry.columns // lanes), matrix.width, []
+    if (len(matrix.values) + matrix.columns) * num_vectors < WORTH_THREADS:
+        threads = 1
     for vectors, k_block in shapes:
         # no more vectors than there are columns for, shared evenly by the panels; no more rows of X than there are
         vectors = -(-num_vectors // -(-num_vectors // vectors))

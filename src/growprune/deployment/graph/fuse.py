@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, matrix_of_zeros
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, pattern_of
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
 from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
@@ -64,7 +64,9 @@ def _sparse(node: Any, skeleton: Skeleton, *, transposed: bool = False) -> tuple
     weight = constant(node)
     if weight is None or weight.dim() < 2:
         return None
-    matrix = matrix_of_zeros(weight, transposed=transposed)
+    mask = weight != 0
+    pattern = pattern_of(mask.t() if transposed else mask)
+    matrix = from_dense(weight, mask, pattern=pattern, transposed=transposed)
     return (node.name, matrix) if matrix.sparsity >= WORTHWHILE else None
 
 
@@ -126,30 +128,9 @@ def _conv2d(node: fx.Node, skeleton: Skeleton) -> Made:
     geometry = Geometry(channels, batch, height, width, *pairs)
     name, matrix = found[0].removesuffix(".weight"), found[1]
     is_depthwise = groups > 1  # whose kernel is dense
-    if not is_depthwise:
-        matrix, geometry = _without_taps_in_padding(matrix, geometry)
     is_sparse = sparse is not None and not is_depthwise
     ends: Any = {"is_depthwise": is_depthwise, "is_image": True}
     return x, Fused(name, matrix, geometry, constant(bias), is_sparse, **ends)
-
-
-def _without_taps_in_padding(matrix: SparseMatrix, geometry: Geometry) -> tuple[SparseMatrix, Geometry]:
-    """Crop a kernel that reaches beyond small images: what only ever multiplies padding is left out."""
-    kept, padding = list[slice](), list[int]()
-    for axis, size in enumerate((geometry.height, geometry.width)):
-        dilation, stride, before = geometry.dilation[axis], geometry.stride[axis], geometry.padding[axis]
-        places = range(-before, geometry.out_size[axis] * stride - before, stride)  # of the first tap
-        taps = [t for t in range(geometry.kernel[axis]) if any(0 <= at + t * dilation < size for at in places)]
-        kept.append(slice(taps[0], taps[-1] + 1))
-        padding.append(before - taps[0] * dilation)
-    kernel = (kept[0].stop - kept[0].start, kept[1].stop - kept[1].start)
-    if kernel == geometry.kernel or min(padding) < 0:
-        return matrix, geometry
-    cropped = dataclasses.replace(geometry, kernel=kernel, padding=(padding[0], padding[1]))
-    if cropped.out_size != geometry.out_size:
-        return matrix, geometry
-    weight = matrix.dense().view(matrix.rows, *geometry.kernel, -1)[:, kept[0], kept[1]].movedim(-1, 1)
-    return from_dense(weight, pattern=f"{matrix.height}x{matrix.width}"), cropped
 
 
 def _padding(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.prepared import bind_copy, bind_pool
+from growprune.deployment.cpu.prepared import PoolLayer
 from growprune.deployment.graph.lower import Lowering, largest
 from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, as_rows, feature_major, with_features
 from growprune.deployment.graph.program import CallStep, CopyStep, TorchStep
@@ -155,48 +155,35 @@ def _attend(
 
 def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     _, kernel, stride, padding, dilation, ceil_mode = arguments(node, None, None, [], 0, 1, False)
-    return _pool(lowering, node, bind_pool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
-
-
-def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    _, kernel, stride, padding, ceil_mode, counts, divisor = arguments(node, None, None, [], 0, False, True, None)
-    if divisor is not None or node.kwargs:
-        return None
-    pool = partial(bind_pool, is_mean=True, counts_padding=bool(counts))
-    return _pool(lowering, node, pool, kernel, stride or kernel, padding, 1, bool(ceil_mode))
-
-
-def adaptive_mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Where the output divides the input, it is a pool like any other."""
-    shape, out = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
-    if len(shape) != 4 or any(a % b for a, b in zip(shape[2:], out[2:], strict=True)):
-        return None
-    kernel = [a // b for a, b in zip(shape[2:], out[2:], strict=True)]
-    return _pool(lowering, node, partial(bind_pool, is_mean=True), kernel, kernel, 0, 1, False)
+    window = (pair(kernel), pair(stride or kernel), pair(padding), pair(dilation), bool(ceil_mode))
+    return _pool(lowering, node, *window, is_mean=False)
 
 
 def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Over height and width of images."""
-    source, axes = arguments(node, None, None)[:2]
-    shape = source.meta["val"].shape
-    is_over_image = len(shape) == 4 and isinstance(axes, (list, tuple)) and sorted(a % 4 for a in axes) == [2, 3]
-    if not is_over_image or node.kwargs:
+    """Over windows that lie side by side, such as the whole image."""
+    shape, out = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    if len(shape) != 4 or node.kwargs:
         return None
-    return _pool(lowering, node, partial(bind_pool, is_mean=True), shape[2:], shape[2:], 0, 1, False)
+    if node.target is aten.mean.dim:
+        axes = node.args[1]
+        if not isinstance(axes, (list, tuple)) or sorted(int(axis) % 4 for axis in axes) != [2, 3]:  # type: ignore[arg-type]
+            return None
+        out = (*shape[:2], 1, 1)
+    if any(a % b for a, b in zip(shape[2:], out[2:], strict=True)):
+        return None
+    kernel = pair([a // b for a, b in zip(shape[2:], out[2:], strict=True)])
+    return _pool(lowering, node, kernel, kernel, is_mean=True)
 
 
-def _pool(
-    lowering: Lowering, node: fx.Node, kind: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
-) -> Stored | None:
+def _pool(lowering: Lowering, node: fx.Node, *window: Any, is_mean: bool) -> Stored | None:
     x = lowering.stored(node.args[0])
     if x is None or len(x.place.shape) != 4 or as_matrix(x.place, 1, ordered=True) is None:
         return None
     batch, channels, height, width = x.place.shape
-    kernel, stride, padding, dilation = map(pair, (kernel, stride, padding, dilation))
-    geometry = Geometry(channels, batch, height, width, kernel, stride, padding, dilation, ceil)
+    geometry = Geometry(channels, batch, height, width, *window)
     out = lowering.store(feature_major((batch, channels, *geometry.out_size), 1))
     rows = [as_rows(value, 1, ordered=True) for value in (x, out)]
-    lowering.add(CallStep(partial(kind, geometry), rows[:1], rows[1:], is_ours=True))
+    lowering.add(CallStep(PoolLayer(geometry, is_mean=is_mean).bind, rows[:1], rows[1:], is_ours=True))
     place = out.place.reshape(node.meta["val"].shape)
     assert place is not None
     return Stored(out.buffer, place)
@@ -219,7 +206,8 @@ def concatenate(lowering: Lowering, node: fx.Node) -> Stored | None:
         x = lowering.stored(source)
         if x is not None and as_matrix(x.place, 1, ordered=True) is not None:
             rows = [as_rows(value, 1, ordered=True) for value in (x, part)]
-            lowering.add(CallStep(bind_copy, rows[:1], rows[1:], is_ours=True))
+            copy = PoolLayer(Geometry.linear(length, math.prod(shape) // shape[1]))
+            lowering.add(CallStep(copy.bind, rows[:1], rows[1:], is_ours=True))
         else:
             lowering.add(CopyStep(lowering.value(source), part))
     return target
@@ -229,8 +217,7 @@ KNOWN: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
     **dict.fromkeys(POINTWISE, pointwise),
     aten.layer_norm.default: layer_norm,
     aten.max_pool2d.default: max_pool,
-    aten.avg_pool2d.default: mean_pool,
-    aten.adaptive_avg_pool2d.default: adaptive_mean_pool,
+    aten.adaptive_avg_pool2d.default: mean,
     aten.mean.dim: mean,
     aten.cat.default: concatenate,
     aten.scaled_dot_product_attention.default: attention,

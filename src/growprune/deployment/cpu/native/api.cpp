@@ -1,6 +1,5 @@
 // What Python calls, through ctypes. Structures are those of growprune/deployment/cpu/library.py, field by field.
-#include "depthwise.h"
-#include "pool.h"
+#include "windows.h"
 
 using namespace gp;
 
@@ -37,9 +36,9 @@ GP_API Layer *gp_prepare(const Matrix *matrix, const Geometry *geometry, const T
 }
 
 // Null if memory runs out.
-GP_API Layer *gp_prepare_depthwise(const Geometry *geometry, const float *weights, const float *bias, int activation,
-                                   int threads) {
-    return made<Depthwise>(*geometry, weights, bias, activation, threads);
+GP_API Layer *gp_prepare_windows(const Geometry *geometry, const float *weights, const float *bias, int activation,
+                                 int is_mean, int threads) {
+    return made<Windows>(*geometry, weights, bias, activation, is_mean != 0, threads);
 }
 
 GP_API void gp_run(const BoundLayer *layers, int count) {
@@ -62,12 +61,4 @@ GP_API void gp_end_alone(int threads) {
     omp_set_num_threads(threads);
 }
 
-GP_API void gp_copy(Index rows, Index columns, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
-    share_images(rows, threads, [&](Index row) { std::copy_n(x + row * x_stride, columns, y + row * y_stride); });
-}
-
-GP_API void gp_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int is_mean,
-                    int counts_padding, int threads) {
-    (is_mean ? pool<false> : pool<true>)(*geometry, x, x_stride, y, y_stride, counts_padding != 0, threads);
-}
 }

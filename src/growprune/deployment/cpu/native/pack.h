@@ -1,12 +1,14 @@
 // Copying a block of X to where the kernels read it: rows k of the block, U vectors of columns each, aligned.
 //
 // A convolution is the same product, only packed otherwise. X is [channels][batch * height * width], and row k of the
-// product is (tap, channel) = (k / channels, k % channels): the channel as this tap of the kernel sees it. For a vector
-// of output columns, each tap is one of a few kinds of loads, found when the plan is made; X is never unfolded.
+// product is (tap, channel) = (k / channels, k % channels): the channel as this tap of the kernel sees it. What a tap
+// reads for a vector of output columns is found when the plan is made; X is never unfolded. Of a convolution with
+// strides, X is first cut into *phases*, such as the odd columns of even rows: in each, neighbours are read together.
 #pragma once
 
 #include <vector>
 
+#include "threads.h"
 #include "weights.h"
 
 namespace gp {
@@ -18,10 +20,6 @@ struct Geometry {
     Index columns() const { return Index(batch) * out_height * out_width; }
     Index in_columns() const { return Index(batch) * height * width; }
     int taps() const { return kernel_height * kernel_width; }
-    bool is_plain() const {  // each output column is the input column of its number
-        return taps() == 1 && stride_height == 1 && stride_width == 1 && padding_top == 0 && padding_left == 0 &&
-               out_height == height && out_width == width;
-    }
     // The input column that a tap reads for an output column; -1 in the padding.
     Index source(int tap, Index column) const {
         const Index image = column / (Index(out_height) * out_width), place = column % (Index(out_height) * out_width);
@@ -32,135 +30,203 @@ struct Geometry {
     }
 };
 
-// How one tap reads the vector of inputs that one vector of outputs needs.
-enum Kind : std::uint16_t { TOGETHER, EVERY_SECOND, SCATTERED };
-
+// How one tap reads the vector of inputs that one vector of outputs needs: together, or from some windows.
 struct Load {
-    std::int32_t start;  // the input column of lane 0, were it not masked; scattered: where in the table below
-    std::uint16_t keep;  // a bit for each lane that is not padding
-    Kind kind;
+    std::int32_t start;         // the input column of lane 0, were it not masked; with windows, of the first lane
+    std::uint16_t keep;         // a bit for each lane that is not padding
+    std::uint16_t num_windows;  // 0 if lanes read neighbours
+    std::uint32_t first_window;
+};
+
+// Inputs that lie within two vectors: where those begin, and by output lane which of their numbers it is.
+struct Window {
+    std::int32_t offset;  // from the start of the load
+    std::uint16_t keep, low, high;  // lanes of the output, and those that are read of either vector
+    std::int32_t at[16];
+
+    bool operator==(const Window &other) const {
+        return offset == other.offset && keep == other.keep && std::equal(at, at + 16, other.at);
+    }
+};
+
+// A row of the product: the tap that reads it, and the row of X, or of its phases, that it is read from.
+struct Source {
+    std::int32_t tap, row;
+};
+
+// X, or its phases, and where it ends.
+struct Input {
+    const float *x;
+    Index stride;
+    const float *end;
 };
 
 class Packing {
   public:
-    Packing(const Geometry &geometry, int lanes) : geometry(geometry), num_lanes(lanes) {
+    Packing(const Geometry &given, int lanes) : geometry(given), num_lanes(lanes) {
         num_vectors = (geometry.columns() + lanes - 1) / lanes;
-        if (geometry.is_plain()) return;
+        const Index num_phases = Index(geometry.stride_height) * geometry.stride_width;
+        if (num_phases > 1 && geometry.taps() > num_phases) {  // else few numbers are read twice
+            Geometry cut{geometry.channels, geometry.batch, geometry.height, geometry.width, geometry.stride_height,
+                         geometry.stride_width, geometry.stride_height, geometry.stride_width, 0, 0, 1, 1,
+                         (geometry.height + geometry.stride_height - 1) / geometry.stride_height,
+                         (geometry.width + geometry.stride_width - 1) / geometry.stride_width};
+            phases = std::make_unique<Packing>(cut, GP_LANES);
+            for (Index row = 0; row < geometry.channels * num_phases; ++row)
+                rows_of_phases.push_back({std::int32_t(row % num_phases), std::int32_t(row / num_phases)});
+        }
         for (int tap = 0; tap < geometry.taps(); ++tap)
             for (Index v = 0; v < num_vectors; ++v) loads.push_back(describe(tap, v * lanes));
+        loads.resize(loads.size() + num_vectors);  // a tap that reads nothing, behind the others
     }
 
-    // Rows [k, k_end) of the product, for vectors [v, v + count); rows of `to` are `stride` floats apart.
-    template <int lanes>
-    void pack(const float *x, Index x_stride, Index k, Index k_end, Index v, int count, float *to, Index stride) const {
-        if (geometry.is_plain()) {
-            const int tail = static_cast<int>(std::min<Index>(lanes, geometry.columns() - (v + count - 1) * lanes));
-            for (; k < k_end; ++k, to += stride) copy_row<lanes>(x + k * x_stride + v * lanes, count, tail, to);
-            return;
+    // The row of X, or of its phases, that a tap reads of a channel.
+    std::int32_t row_of(Index tap, Index channel) const {
+        if (!phases) return static_cast<std::int32_t>(channel);
+        const Index high = geometry.stride_height, wide = geometry.stride_width;
+        const Index down = (tap / geometry.kernel_width * geometry.dilation_height - geometry.padding_top) % high;
+        const Index across = (tap % geometry.kernel_width * geometry.dilation_width - geometry.padding_left) % wide;
+        return static_cast<std::int32_t>((channel * high + (down + high) % high) * wide + (across + wide) % wide);
+    }
+
+    // What taps read: X itself, or its phases, which stay until the calling thread next asks for some.
+    Input input(const float *x, Index x_stride, int threads) const {
+        if (!phases) return {x, x_stride, x + (geometry.channels - 1) * x_stride + geometry.in_columns()};
+        const Index count = phases->geometry.taps(), stride = phases->num_vectors * GP_LANES;
+        float *cut = scratch_of_thread<struct Phases>(geometry.channels * count * stride);
+        const Input whole = phases->input(x, x_stride, 1);
+        share(geometry.channels, threads, [&](Index channel) {
+            const Source *from = rows_of_phases.data() + channel * count;
+            phases->pack<GP_LANES>(whole, from, from + count, 0, static_cast<int>(phases->num_vectors),
+                                   cut + channel * count * stride, stride);
+        });
+        return {cut, stride, cut + geometry.channels * count * stride};
+    }
+
+    // Rows [from, end) of the product, for vectors [v, v + count); rows of `to` are `stride` floats apart.
+    template <int lanes> void pack(const Input &input, const Source *from, const Source *end, Index v, int count,
+                                   float *to, Index stride) const {
+        if (windows.empty())
+            pack_rows<lanes, false>(input, from, end, v, count, to, stride);
+        else
+            pack_rows<lanes, true>(input, from, end, v, count, to, stride);
+    }
+
+    // The inputs of one load from a row of X, zeros in the padding. What is masked away may lie in another row, but not
+    // outside of X, where no whole vector is read. Without windows in its way, a loop of loads is twice as fast.
+    template <int lanes, bool has_windows>
+    static GP_INLINE typename Vec<lanes>::type read(const Load &load, const float *row, const Window *table,
+                                                    const Input &input) {
+        const float *from = row + load.start;
+#if defined(GP_HAS_MASKED_LOADS)
+        if (!has_windows || load.num_windows == 0) return load_masked<lanes>(from, load.keep);
+        if constexpr (lanes == 16) {
+            __m512 found = _mm512_setzero_ps();
+            const Window *window = table + load.first_window;
+            for (const Window *end = window + load.num_windows; window < end; ++window) {
+                const __m512 low = _mm512_maskz_loadu_ps(window->low, from + window->offset);
+                const __m512 high = _mm512_maskz_loadu_ps(window->high, from + window->offset + 16);
+                const __m512 both = _mm512_permutex2var_ps(low, _mm512_loadu_si512(window->at), high);
+                found = _mm512_mask_mov_ps(found, window->keep, both);
+            }
+            return (typename Vec<16>::type)found;
         }
-        while (k < k_end) {
-            const Index tap = k / geometry.channels, stop = std::min<Index>(k_end, (tap + 1) * geometry.channels);
-            const Load *from = loads.data() + tap * num_vectors + v;
-            for (; k < stop; ++k, to += stride)
-                load_row<lanes>(x, x_stride, k - tap * geometry.channels, from, count, to);
+#endif
+        const bool is_together = !has_windows || load.num_windows == 0;
+        if (is_together && from >= input.x && from + lanes <= input.end)
+            return keep_lanes<lanes>(gp::load<lanes>(from), load.keep);
+        float found[lanes];
+        for (int i = 0; i < lanes; ++i)
+            found[i] = load.keep >> i & 1 ? from[is_together ? i : table[load.first_window].at[i]] : 0.0f;
+        return gp::load<lanes>(found);
+    }
+
+    // Whether any of some taps reads more than padding.
+    bool is_read(Index tap, Index last) const {
+        const auto is_kept = [](const Load &load) { return load.keep != 0; };
+        return std::any_of(loads.begin() + tap * num_vectors, loads.begin() + (last + 1) * num_vectors, is_kept);
+    }
+
+    // Whether one tap reads the whole input as it is, and all others nothing but padding.
+    bool is_copied() const {
+        Index tap = -1;
+        for (Index i = 0; i < geometry.taps() * num_vectors; ++i) {
+            const Load &load = loads[i];
+            if (load.keep && tap < 0) tap = i / num_vectors;
+            const bool is_same = load.num_windows == 0 && load.start == i % num_vectors * num_lanes;
+            if (i / num_vectors == tap ? !load.keep || !is_same : load.keep != 0) return false;
         }
+        return !phases && geometry.columns() == geometry.in_columns();
     }
 
     Geometry geometry;
     Index num_vectors;
+    std::vector<Load> loads;  // tap by tap
+    std::vector<Window> windows;
 
   private:
+    template <int lanes, bool has_windows>
+    __attribute__((noinline)) void pack_rows(Input input, const Source *from, const Source *end, Index v, int count,
+                                             float *to, Index stride) const {
+        const Load *loads_of_panel = loads.data() + v;
+        const Window *table = windows.data();
+        const Index per_tap = num_vectors;
+        for (; from < end; ++from, to += stride) {
+            const float *row = input.x + from->row * input.stride;
+            const Load *load = loads_of_panel + from->tap * per_tap;
+            for (int u = 0; u < count; ++u)
+                store<lanes>(to + u * lanes, read<lanes, has_windows>(load[u], row, table, input));
+        }
+    }
+
+    // The place in its row of the number that a tap reads for an output column; -1 in the padding.
+    Index source(int tap, Index column) const {
+        const Index at = geometry.source(tap, column);
+        if (at < 0 || !phases) return at;
+        const Geometry &cut = phases->geometry;
+        const Index line = at / geometry.width, image = line / geometry.height, row = line % geometry.height;
+        const Index line_of_phase = image * cut.out_height + row / cut.stride_height;
+        return line_of_phase * cut.out_width + at % geometry.width / cut.stride_width;
+    }
+
     Load describe(int tap, Index column) {
-        Index sources[16], start = 0, start_by_two = 0;
+        Index sources[16], start = 0;
         unsigned keep = 0;
-        bool is_together = true, is_every_second = HAS_HALVES && num_lanes == GP_LANES;
+        bool is_together = true;
         for (int i = 0; i < num_lanes; ++i) {
-            sources[i] = column + i < geometry.columns() ? geometry.source(tap, column + i) : -1;
+            sources[i] = column + i < geometry.columns() ? source(tap, column + i) : -1;
             if (sources[i] < 0) continue;
-            if (!keep) start = sources[i] - i, start_by_two = sources[i] - 2 * i;
+            if (!keep) start = sources[i] - i;
             keep |= 1u << i;
             is_together &= sources[i] - i == start;
-            is_every_second &= sources[i] - 2 * i == start_by_two;
         }
         const auto kept = static_cast<std::uint16_t>(keep);
-        if (is_together) return {static_cast<std::int32_t>(start), kept, TOGETHER};
-        if (is_every_second) return {static_cast<std::int32_t>(start_by_two), kept, EVERY_SECOND};
-        const auto place = static_cast<std::int32_t>(scattered.size());
-        for (int i = 0; i < num_lanes; ++i)
-            scattered.push_back(static_cast<std::int32_t>(std::max<Index>(0, sources[i])));
-        return {place, kept, SCATTERED};
-    }
-
-    template <int lanes> GP_INLINE void copy_row(const float *from, int count, int tail, float *to) const {
-        for (int u = 0; u + 1 < count; ++u) store<lanes>(to + u * lanes, load<lanes>(from + u * lanes));
-        store<lanes>(to + (count - 1) * lanes, load_some<lanes>(from + (count - 1) * lanes, tail));
-    }
-
-    template <int lanes> GP_INLINE void load_row(const float *x, Index x_stride, Index channel, const Load *from,
-                                                 int count, float *to) const {
-        const float *row = x + channel * x_stride;
-        for (int u = 0; u < count; ++u, ++from, to += lanes) {
-            if (from->kind == SCATTERED)
-                gather<lanes>(row, scattered.data() + from->start, from->keep, to);
-            else if (from->kind == EVERY_SECOND)
-                load_every_second<lanes>(row + from->start, from->keep,
-                                         is_inside(channel * x_stride + from->start, x_stride, 2 * lanes), to);
-            else
-                load_kept<lanes>(row + from->start, from->keep,
-                                 is_inside(channel * x_stride + from->start, x_stride, lanes), to);
+        if (is_together) return {static_cast<std::int32_t>(start), kept, 0, 0};
+        const Index reach = num_lanes == 16 ? 32 : geometry.in_columns(), first = sources[__builtin_ctz(keep)];
+        std::vector<Window> found;
+        while (keep) {
+            const Index begin = sources[__builtin_ctz(keep)];
+            Window window{};
+            window.offset = static_cast<std::int32_t>(begin - first);
+            for (int i = 0; i < num_lanes; ++i) {
+                const Index at = sources[i] - begin;
+                if (!(keep >> i & 1) || at < 0 || at >= reach) continue;
+                window.at[i] = static_cast<std::int32_t>(at);
+                window.keep |= 1u << i;
+                (at < 16 ? window.low : window.high) |= 1u << at % 16;
+            }
+            keep &= ~window.keep;
+            found.push_back(window);
         }
-    }
-
-    // Whether a whole vector may be read there: what is masked away may lie in another row, but not outside of X.
-    GP_INLINE bool is_inside(Index place, Index x_stride, int lanes) const {
-        return place >= 0 && place + lanes <= (geometry.channels - 1) * x_stride + geometry.in_columns();
-    }
-
-    // Masked loads read nothing of lanes that are masked. Elsewhere, a whole vector is read where that is possible.
-    template <int lanes>
-    static GP_INLINE void load_kept(const float *from, unsigned keep, bool is_readable, float *to) {
-#if defined(__AVX512F__)
-        if constexpr (lanes == 16) {
-            _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(static_cast<__mmask16>(keep), from));
-            return;
-        }
-#endif
-        if (is_readable)
-            store<lanes>(to, keep_lanes<lanes>(load<lanes>(from), keep));
-        else
-            for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? from[i] : 0.0f;
-    }
-
-    // Two vectors, of which the even numbers are kept.
-    template <int lanes>
-    static GP_INLINE void load_every_second(const float *from, unsigned keep, bool is_readable, float *to) {
-        if constexpr (lanes == GP_LANES) {
-            if (is_readable)
-                return store<lanes>(
-                    to, keep_lanes<lanes>(half_of(load<lanes>(from), load<lanes>(from + lanes)), keep));
-        }
-        for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? from[2 * i] : 0.0f;
-    }
-
-    template <int lanes>
-    static GP_INLINE void gather(const float *row, const std::int32_t *places, unsigned keep, float *to) {
-#if defined(__AVX512F__)
-        if constexpr (lanes == 16) {
-            const __m512i index = _mm512_loadu_si512(places);
-            const auto mask = static_cast<__mmask16>(keep);
-            _mm512_storeu_ps(to, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, index, row, 4));
-            return;
-        }
-#endif
-        if (keep == (1u << lanes) - 1)
-            for (int i = 0; i < lanes; ++i) to[i] = row[places[i]];
-        else
-            for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? row[places[i]] : 0.0f;
+        const auto place = std::search(windows.begin(), windows.end(), found.begin(), found.end());  // most are alike
+        const auto first_window = static_cast<std::uint32_t>(place - windows.begin());
+        if (place == windows.end()) windows.insert(place, found.begin(), found.end());
+        return {static_cast<std::int32_t>(first), kept, static_cast<std::uint16_t>(found.size()), first_window};
     }
 
     int num_lanes;
-    std::vector<Load> loads;
-    std::vector<std::int32_t> scattered;
+    std::unique_ptr<Packing> phases;
+    std::vector<Source> rows_of_phases;
 };
 
 }  // namespace gp

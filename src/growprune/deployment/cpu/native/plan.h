@@ -3,7 +3,6 @@
 
 #include "kernels.h"
 #include "pack.h"
-#include "threads.h"
 
 namespace gp {
 
@@ -30,52 +29,51 @@ struct BoundLayer {
     Operands operands;
 };
 
-// Room for a packed block and for sums. Each thread has one for all layers, which stays in its cache; it grows when a
-// layer first needs more, so that later calls allocate nothing, and calls by several threads are apart.
-inline float *scratch_of_thread(Index floats) {
-    static thread_local Buffer<float> room;
-    static thread_local Index size = 0;
-    if (size < floats) {
-        room = make_buffer<float>(floats);
-        size = floats;
-    }
-    return room.get();
-}
-
 // Weights and packing for one matrix, one geometry and one number of threads.
 class Plan : public Layer {
   public:
     Plan(const Matrix &matrix, const Geometry &geometry, const Tile &tile, const float *bias, int activation)
-        : tile(tile), num_rows(matrix.rows), num_columns(matrix.columns), activation(activation),
-          block_width(matrix.width), weights(matrix, tile), packing(geometry, tile.lanes),
-          kernels(find_kernels(matrix, tile.lanes)) {
+        : tile(tile), num_rows(matrix.rows), activation(activation), packing(geometry, tile.lanes) {
         num_panels = std::max<Index>(1, (packing.num_vectors + tile.vectors - 1) / tile.vectors);
         panel_groups = std::min(num_panels, std::max<Index>(1, tile.threads * ITEMS_OF_THREAD / tile.row_chunks));
         row_floats = Index(tile.vectors) * tile.lanes;
+        const auto tap_of = [&](Index column) {  // what overhangs is read by the last one, which reads nothing
+            return static_cast<std::int32_t>(std::min<Index>(column / geometry.channels, geometry.taps()));
+        };
+        is_in_place = row_floats == geometry.columns() && geometry.channels % matrix.width == 0 && packing.is_copied();
+        const Packed packed(matrix, is_in_place, [&](Index place) {
+            return packing.is_read(tap_of(place * matrix.width), tap_of((place + 1) * matrix.width - 1));
+        });
+        for (const Index column : packed.columns)
+            sources.push_back({tap_of(column), packing.row_of(tap_of(column), column % geometry.channels)});
+        weights = std::make_unique<Weights>(packed.matrix, tile);
+        kernels = find_kernels(matrix, tile.lanes);
         const Index padded_rows = (num_rows + 7) / 8 * 8;
         bias_of_rows = make_buffer<float>(padded_rows);
         if (bias) std::copy_n(bias, num_rows, bias_of_rows.get());
-        scratch_floats = (Index(tile.k_block) + (weights.num_k_blocks > 1 ? padded_rows : 0)) * row_floats;
+        scratch_floats = (Index(tile.k_block) + (weights->num_k_blocks > 1 ? padded_rows : 0)) * row_floats;
     }
 
     // Neighbouring items have the same rows, and so go to the same thread, which keeps their weights in its cache.
     void run(const Operands &operands) const override {
-        share(tile.row_chunks * panel_groups, tile.threads, [&](Index item) { run_item(operands, item); });
+        const Input input = packing.input(operands.x, operands.x_stride, tile.threads);
+        share(tile.row_chunks * panel_groups, tile.threads, [&](Index item) { run_item(operands, input, item); });
     }
 
   private:
     // Panels differ by a vector at most, and where they are cut does not depend on the number of threads.
     Index panel_start(Index panel) const { return panel * packing.num_vectors / num_panels; }
 
-    void run_item(const Operands &operands, Index item) const {
-        float *block = scratch_of_thread(scratch_floats);
+    void run_item(const Operands &operands, const Input &input, Index item) const {
+        float *block = scratch_of_thread<Plan>(scratch_floats);
         const Index chunk = item / panel_groups, group = item % panel_groups;
         const Index end = (group + 1) * num_panels / panel_groups;
         for (Index panel = group * num_panels / panel_groups; panel < end; ++panel)
-            run_panel(operands, chunk, panel_start(panel), panel_start(panel + 1), block);
+            run_panel(operands, input, chunk, panel_start(panel), panel_start(panel + 1), block);
     }
 
-    void run_panel(const Operands &operands, Index chunk, Index v, Index v_end, float *block) const {
+    void run_panel(const Operands &operands, const Input &input, Index chunk, Index v, Index v_end,
+                   float *block) const {
         const Index column = v * tile.lanes, count = v_end - v;
         if (count <= 0) return;
         const Index tail = std::min<Index>(tile.lanes, packing.geometry.columns() - (v_end - 1) * tile.lanes);
@@ -91,30 +89,28 @@ class Plan : public Layer {
                   row_floats,
                   activation,
                   static_cast<int>(tail)};
-        for (Index k = 0; k < weights.num_k_blocks; ++k) {
-            ends.is_first = k == 0, ends.is_last = k == weights.num_k_blocks - 1;
-            const float *x = packed(operands, k * tile.k_block, v, static_cast<int>(count), block);
-            kernels[count](weights.piece(k, chunk), x, ends, num_rows);
+        for (Index k = 0; k < weights->num_k_blocks; ++k) {
+            ends.is_first = k == 0, ends.is_last = k == weights->num_k_blocks - 1;
+            const float *x = packed(input, k * tile.k_block, v, static_cast<int>(count), block);
+            kernels[count](weights->piece(k, chunk), x, ends, num_rows);
         }
     }
 
     // The block of X that begins with row k: packed, or X itself where it lies as if it were.
-    const float *packed(const Operands &operands, Index k, Index v, int count, float *block) const {
-        const Index end = std::min<Index>(num_columns, k + tile.k_block);
-        const bool is_whole = packing.geometry.columns() == row_floats && operands.x_stride == row_floats;
-        if (is_whole && packing.geometry.is_plain() && num_columns % block_width == 0)
-            return operands.x + k * row_floats;
-        pack_by(tile.lanes, packing, operands.x, operands.x_stride, k, end, v, count, block, row_floats);
-        const Index missing = (block_width - end % block_width) % block_width;  // a block that overhangs K reads zeros
-        if (missing) std::fill_n(block + (end - k) * row_floats, missing * row_floats, 0.0f);
+    const float *packed(const Input &input, Index k, Index v, int count, float *block) const {
+        if (is_in_place && input.stride == row_floats) return input.x + k * row_floats;
+        const Source *end = sources.data() + std::min<Index>(sources.size(), k + tile.k_block);
+        pack_by(tile.lanes, packing, input, sources.data() + k, end, v, count, block, row_floats);
         return block;
     }
 
     Tile tile;
-    Index num_rows, num_columns, num_panels, panel_groups, row_floats, scratch_floats;
-    int activation, block_width;
-    Weights weights;
+    Index num_rows, num_panels, panel_groups, row_floats, scratch_floats;
+    int activation;
+    bool is_in_place;  // whether rows of the product are those of X
     Packing packing;
+    std::vector<Source> sources;  // of the rows of the product
+    std::unique_ptr<Weights> weights;
     const Kernel *kernels;
     Buffer<float> bias_of_rows;
 };

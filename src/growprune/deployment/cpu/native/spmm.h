@@ -9,10 +9,11 @@ namespace gp {
 using Kernel = void (*)(const Piece &, const float *x, const Ends &, Index num_rows);
 
 // A row at a time: U sums in registers; for each weight a broadcast and U multiply-adds with X straight from memory.
-// With few vectors there are two sets of sums, or each multiply-add would wait for the one before it. The sets depend
-// on U only: the order of additions, and so every bit of the result, is the same for any number of threads.
+// With few vectors there are several sets of sums, or each multiply-add would wait for the one before it. The sets
+// depend on the kernel only: so the order of additions, and every bit of the result, is the same for any number of
+// threads.
 template <int lanes, int U> struct Sums {
-    static constexpr int sets = U <= 4 ? 2 : 1;
+    static constexpr int sets = lanes == 4 ? 4 : U <= 4 ? 2 : 1;
     typename Vec<lanes>::type of[sets][U];
 
     GP_INLINE void add(int set, float value, const float *x) {
@@ -20,20 +21,20 @@ template <int lanes, int U> struct Sums {
         for (int u = 0; u < U; ++u) of[set % sets][u] += wide * load<lanes>(x + u * lanes);
     }
     GP_INLINE void unite() {
-        if constexpr (sets == 2)
-            for (int u = 0; u < U; ++u) of[0][u] += of[1][u];
+        for (int size = sets / 2; size; size /= 2)
+            for (int set = 0; set < size; ++set)
+                for (int u = 0; u < U; ++u) of[set][u] += of[set + size][u];
     }
 };
 
 template <int lanes, int U> GP_INLINE void add_singles(Sums<lanes, U> &sums, const float *values,
                                                        const std::uint16_t *offsets, std::uint32_t count,
                                                        const float *x) {
+    constexpr std::uint32_t step = lanes == 4 ? 4 : 2;
     std::uint32_t i = 0;
-    for (; i + 2 <= count; i += 2) {
-        sums.add(0, values[i], x + offsets[i]);
-        sums.add(1, values[i + 1], x + offsets[i + 1]);
-    }
-    if (i < count) sums.add(0, values[i], x + offsets[i]);
+    for (; i + step <= count; i += step)
+        for (std::uint32_t j = 0; j < step; ++j) sums.add(j, values[i + j], x + offsets[i + j]);
+    for (; i < count; ++i) sums.add(0, values[i], x + offsets[i]);
 }
 
 template <int lanes, int U> GP_INLINE void add_eights(Sums<lanes, U> &sums, const float *values,

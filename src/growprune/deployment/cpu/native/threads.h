@@ -181,12 +181,4 @@ template <class Work> void share(Index items, int threads, const Work &work) {
     for (Index item = 0; item < items; ++item) work(item);
 }
 
-// Calls work(image) for all images, a few of which are an item.
-template <class Work> void share_images(Index images, int threads, const Work &work) {
-    const Index items = std::min(images, ITEMS_OF_THREAD * threads);
-    share(items, threads, [&](Index item) {
-        for (Index i = item * images / items; i < (item + 1) * images / items; ++i) work(i);
-    });
-}
-
 }  // namespace gp

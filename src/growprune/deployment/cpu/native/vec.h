@@ -54,28 +54,6 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type broadcast(float value) 
     return value - typename Vec<lanes>::type{};  // not "+": -0.0f + 0.0f would be 0.0f
 }
 
-// Every second number of two vectors, one after the other.
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define GP_HAS_HALVES
-#endif
-#endif
-#if defined(GP_HAS_HALVES)
-constexpr bool HAS_HALVES = true;
-template <class V> GP_INLINE V half_of(V low, V high) {
-#if GP_LANES == 16
-    return __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-#elif GP_LANES == 8
-    return __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14);
-#else
-    return __builtin_shufflevector(low, high, 0, 2, 4, 6);
-#endif
-}
-#else
-constexpr bool HAS_HALVES = false;
-template <class V> GP_INLINE V half_of(V low, V) { return low; }
-#endif
-
 // The first `count` floats, and zeros behind them; nothing behind them is read.
 template <int lanes> GP_INLINE typename Vec<lanes>::type load_some(const float *from, int count) {
 #if defined(__AVX512F__)
@@ -87,6 +65,16 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type load_some(const float *
     for (int i = 0; i < count; ++i) some[i] = from[i];
     return load<lanes>(some);
 }
+
+#if defined(__AVX512VL__)
+#define GP_HAS_MASKED_LOADS  // which read nothing of lanes that are masked
+template <int lanes> GP_INLINE typename Vec<lanes>::type load_masked(const float *from, unsigned keep) {
+    if constexpr (lanes == 16) return (Vec<16>::type)_mm512_maskz_loadu_ps(static_cast<__mmask16>(keep), from);
+    if constexpr (lanes == 8) return (Vec<8>::type)_mm256_maskz_loadu_ps(static_cast<__mmask8>(keep), from);
+    if constexpr (lanes == 4) return (Vec<4>::type)_mm_maskz_loadu_ps(static_cast<__mmask8>(keep), from);
+    if constexpr (lanes == 1) return keep & 1u ? *from : 0.0f;
+}
+#endif
 
 // Writes the first `count` floats; nothing behind them is touched.
 template <int lanes> GP_INLINE void store_some(float *to, typename Vec<lanes>::type vector, int count) {
@@ -102,20 +90,21 @@ template <int lanes> GP_INLINE void store_some(float *to, typename Vec<lanes>::t
     for (int i = 0; i < count; ++i) to[i] = some[i];
 }
 
-// The lanes whose bit is set in `keep`, zeros elsewhere; whatever is there, NaN included, is dropped.
-template <int lanes> GP_INLINE typename Vec<lanes>::type keep_lanes(typename Vec<lanes>::type vector, unsigned keep) {
+// The lanes whose bit is set in `keep`, those of `others` elsewhere; whatever is there, NaN included, is dropped.
+template <int lanes>
+GP_INLINE typename Vec<lanes>::type keep_lanes(typename Vec<lanes>::type vector, unsigned keep,
+                                               typename Vec<lanes>::type others = broadcast<lanes>(0)) {
 #if defined(__AVX512F__)
     if constexpr (lanes == 16)
-        return (typename Vec<16>::type)_mm512_maskz_mov_ps(static_cast<__mmask16>(keep), (__m512)vector);
+        return (Vec<16>::type)_mm512_mask_mov_ps((__m512)others, static_cast<__mmask16>(keep), (__m512)vector);
 #endif
     if constexpr (lanes == 1) {
-        return keep & 1u ? vector : 0.0f;
+        return keep & 1u ? vector : others;
     } else {
         using Bits = typename Vec<lanes>::bits;
         Bits of_lane;
         for (int i = 0; i < lanes; ++i) of_lane[i] = 1 << i;
-        Bits mask = (of_lane & static_cast<std::int32_t>(keep)) != 0;
-        return reinterpret_cast<typename Vec<lanes>::type>(reinterpret_cast<Bits>(vector) & mask);
+        return (of_lane & static_cast<std::int32_t>(keep)) != 0 ? vector : others;
     }
 }
 

@@ -25,6 +25,43 @@ struct Matrix {
     const float *values;         // of each block: height * width
 };
 
+// A matrix without the columns of blocks that hold no weight, or whose inputs are not wanted: X is packed without them.
+class Packed {
+  public:
+    template <class Wanted> Packed(const Matrix &given, bool keeps_all, const Wanted &is_wanted) : matrix(given) {
+        const Index num_rows = (given.rows + given.height - 1) / given.height, size = Index(given.height) * given.width;
+        std::vector<std::int32_t> ranks((given.columns + given.width - 1) / given.width, keeps_all ? 0 : -1);
+        for (Index i = 0; i < given.starts[num_rows]; ++i) ranks[given.places[i]] = 0;
+        for (std::size_t place = 0; place < ranks.size(); ++place) {
+            if (ranks[place] < 0 || !is_wanted(place)) {
+                ranks[place] = -1;
+                continue;
+            }
+            ranks[place] = static_cast<std::int32_t>(columns.size() / given.width);
+            for (Index j = 0; j < given.width; ++j) columns.push_back(place * given.width + j);
+        }
+        starts.push_back(0);
+        for (Index row = 0; row < num_rows; ++row) {
+            for (Index i = given.starts[row]; i < given.starts[row + 1]; ++i) {
+                if (ranks[given.places[i]] < 0) continue;
+                places.push_back(ranks[given.places[i]]);
+                values.insert(values.end(), given.values + i * size, given.values + (i + 1) * size);
+            }
+            starts.push_back(static_cast<Index>(places.size()));
+        }
+        matrix.columns = static_cast<Index>(columns.size());
+        matrix.starts = starts.data(), matrix.places = places.data(), matrix.values = values.data();
+    }
+
+    Matrix matrix;
+    std::vector<Index> columns;  // those that are left, as they were numbered; whole blocks
+
+  private:
+    std::vector<Index> starts;
+    std::vector<std::int32_t> places;
+    std::vector<float> values;
+};
+
 struct Tile {
     std::int32_t lanes, vectors, k_block, row_chunks, threads;
 };
@@ -54,6 +91,18 @@ template <class T> Buffer<T> make_buffer(std::size_t count) {
     return Buffer<T>(static_cast<T *>(memory));
 }
 
+// Room for numbers that are soon used. Each thread has one for each purpose, which stays in its cache; it grows when
+// more is first needed, so that later calls allocate nothing, and calls by several threads are apart.
+template <class Purpose> float *scratch_of_thread(Index floats) {
+    static thread_local Buffer<float> room;
+    static thread_local Index size = 0;
+    if (size < floats) {
+        room = make_buffer<float>(floats);
+        size = floats;
+    }
+    return room.get();
+}
+
 class Weights {
   public:
     Weights(const Matrix &matrix, const Tile &tile) : matrix(matrix), tile(tile) {
@@ -63,7 +112,7 @@ class Weights {
         values = make_buffer<float>(num_blocks * matrix.height * matrix.width);
         offsets = make_buffer<std::uint16_t>(num_blocks);
         fill();
-        this->matrix.starts = nullptr, this->matrix.places = nullptr, this->matrix.values = nullptr;  // Python's
+        this->matrix.starts = nullptr, this->matrix.places = nullptr, this->matrix.values = nullptr;  // not ours
     }
 
     Piece piece(Index k_block, Index chunk) const {
