@@ -8,7 +8,7 @@
 How it is measured: calls are recorded as one CUDA graph, between events, the median of ten replays. Dense and sparse
 alike, the calls go through so many copies of the weights in turn (512 MB of them, two at least) that none is in the
 second-level cache (50 MB) when it is read again. `TB/s` is what was read of the matrix. What fails is a row that says
-why, and stops nothing; the JSON is written anew after every shape. `--small` only shows that it runs.
+why, and stops nothing; the JSON is written anew after every shape. Without a GPU, `--small` only shows that it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from growprune.deployment.api import deploy_on_gpu
 from growprune.deployment.cpu.matrix import SparseMatrix, from_dense
+from growprune.deployment.cuda import tuning
 from growprune.deployment.cuda.graphs import graphed, microseconds
 from growprune.deployment.cuda.products import LaneMatrix, Tile, lane_matrix
 from growprune.deployment.cuda.products import product as multiply
@@ -36,7 +37,7 @@ from growprune.deployment.cuda.tuning import TILES, copies, dense_linear, time_o
 from growprune.deployment.example import Example
 from growprune.errors import first_line
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMATS: dict[str, Callable[[SparseMatrix], LaneMatrix]] = {
     "offsets": lambda entries: lane_matrix(entries, lanes=16),
     "offsets, runs of 8": lambda entries: lane_matrix(entries, lanes=8),
@@ -76,6 +77,18 @@ class Report:
         return time.monotonic() > self.end
 
 
+def microseconds_on_a_cpu(calls: Sequence[Callable[[], object]]) -> float:
+    """Time calls without a graph, to show without a GPU that all of this runs."""
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - begin) * 1e6 / len(calls)
+
+
+if DEVICE.type != "cuda":
+    microseconds = tuning.microseconds = microseconds_on_a_cpu
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tiles", "layers", "model", "all"))
@@ -88,7 +101,7 @@ def main() -> None:
     report = Report(options.json, time.monotonic() + options.seconds)
     torch.manual_seed(0)
     gc.freeze()  # torch may collect garbage before it records a graph, and there are hundreds
-    name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     report.add("machine", [name, f"torch {torch.__version__}"])
     report.say(f"{name}, torch {torch.__version__}; a copy moves {attempt(copied_tb_per_second)} TB/s")
     parts = {"tiles": tiles, "model": model, "layers": layers}
@@ -123,7 +136,7 @@ def dense_us(rows: int, columns: int, batch: int) -> float:
 
 
 def copied_tb_per_second() -> str:
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device=DEVICE)
+    source = torch.zeros((1 << 30) if DEVICE.type == "cuda" else (1 << 20), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     taken = microseconds([lambda: target.copy_(source)] * 4)
     return f"{2 * source.numel() / taken / 1e6:.2f}"
@@ -319,6 +332,8 @@ def model_row(options: argparse.Namespace, report: Report) -> dict[str, Any]:
 
 def step_us(net: nn.Module, x: Tensor) -> float:
     """Of a step that is recorded once and replayed; the weights of all blocks are far more than a cache holds."""
+    if DEVICE.type != "cuda":
+        return microseconds([lambda: net(x)])
     step = graphed(net, x)
     assert relative(step(x), net(x).float()) < 1e-2, "a replayed step differs from an eager one"
     taken = []
