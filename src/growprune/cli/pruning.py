@@ -66,9 +66,9 @@ def prune(
     with _bar("perplexity before") as show:
         before = perplexity(model, tokenizer, text, length=length, part="held-out", progress=show)
     if not as_json:
-        _say_what_it_takes(model, batches, by)
+        _say_what_it_takes(model, batches, by, reconstruct)
     started = time.monotonic()
-    with _bar(f"pruning by {by}") as show:
+    with _bar(f"pruning by {by}") as show, _enough_memory():
         sparse = prune_pretrained(
             model,
             batches,
@@ -130,6 +130,7 @@ def _load(folder: Path, length: int) -> tuple[Any, Any, int]:
     except ImportError as error:
         raise GrowpruneError("this needs transformers: pip install transformers") from error
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what is missing is said in one line
     if not (folder / "config.json").is_file():
         raise GrowpruneError(f"{folder} has no config.json. Give the folder of a model of transformers")
     what = "config"
@@ -151,7 +152,21 @@ def _load(folder: Path, length: int) -> tuple[Any, Any, int]:
     return model, tokenizer, min(length, getattr(model.config, "max_position_embeddings", None) or length)
 
 
-def _say_what_it_takes(model: Any, batches: list[dict[str, Tensor]], by: str) -> None:
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Say in one line that memory has run out."""
+    try:
+        yield
+    except RuntimeError as error:  # also torch.OutOfMemoryError
+        if "memory" not in str(error):
+            raise
+        said = str(error).splitlines()[0]
+        raise GrowpruneError(
+            f"there is not enough memory ({said}): use fewer --samples, a shorter --length or no --reconstruct"
+        ) from error
+
+
+def _say_what_it_takes(model: Any, batches: list[dict[str, Tensor]], by: str, reconstruct: int) -> None:
     """Say how much memory and time pruning takes, by the sizes of layers and one forward pass."""
     import torch
 
@@ -171,11 +186,12 @@ def _say_what_it_takes(model: Any, batches: list[dict[str, Tensor]], by: str) ->
         started = time.monotonic()
         model.eval()(**{name: tensor.to(model.device) for name, tensor in batches[0].items()})
         forward = time.monotonic() - started
+    needed = f"{size(parameters)} for the model, about {size(max(widest.values(), default=0) * 2)} for statistics"
+    if reconstruct:
+        tokens, width = sum(batch["input_ids"].numel() for batch in batches), model.get_input_embeddings().embedding_dim
+        needed += f", {size(2 * tokens * width * model.dtype.itemsize)} for the inputs and outputs of a block"
     passes = len(batches) * (1 + len(set(blocks.values())) / 2) if by != "magnitude" else 0
-    say(
-        f"memory: {size(parameters)} for the model, about {size(max(widest.values(), default=0) * 2)} for statistics; "
-        f"time: about {passes * forward:.0f} s for forward passes, and the choice of weights"
-    )
+    say(f"memory: {needed}; time: about {passes * forward:.0f} s for forward passes, and the choice of weights")
 
 
 @contextmanager
