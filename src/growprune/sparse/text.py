@@ -57,6 +57,15 @@ def text_batches(
         samples: how many windows, drawn at random.
         length: the tokens of a window.
         seed: the seed of the draw.
+
+    Examples:
+        >>> import tempfile
+        >>> letters = lambda text, **options: {"input_ids": [ord(letter) for letter in text]}
+        >>> with tempfile.NamedTemporaryFile("w") as file:
+        ...     _ = file.write("to be or not to be")
+        ...     file.flush()
+        ...     text_batches(letters, file.name, samples=2, length=8)[0]["input_ids"].shape
+        torch.Size([2, 8])
     """
     check_counts(1, samples=samples)
     check_counts(2, length=length)
@@ -93,6 +102,19 @@ def perplexity(
         length: the tokens of a window.
         part: "held-out", the last tenth of the tokens; "calibration", the rest; or "all".
         progress: called with (windows done, windows in all).
+
+    Examples:
+        >>> import tempfile
+        >>> from types import SimpleNamespace
+        >>> class Guess(nn.Linear):
+        ...     def forward(self, input_ids):
+        ...         return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 26))
+        >>> letters = lambda text, **options: {"input_ids": [ord(letter) - ord("a") for letter in text]}
+        >>> with tempfile.NamedTemporaryFile("w") as file:
+        ...     _ = file.write("tobeornottobe")
+        ...     file.flush()
+        ...     round(perplexity(Guess(1, 1), letters, file.name, length=4), 3)
+        26.0
     """
     check_counts(2, length=length)
     tokens = tokens_of(tokenizer, path, part)
