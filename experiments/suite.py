@@ -4,10 +4,13 @@
     python experiments/suite.py --data DIR --cell shakespeare-90          # train what is missing of a cell
     python experiments/suite.py --data DIR --cell digits-90 --row gmp --seed 2
     python experiments/suite.py --print --cell shakespeare-90             # commands of what is missing, to run by hand
-    python experiments/suite.py --keep                                    # add new results to suite/results.jsonl
+    python experiments/suite.py --keep                                    # add new results to suite/*.jsonl
+    python experiments/suite.py --data DIR --cell shapenet-90 --tune 0.032,0.064 --device cuda --processes 12
+                                                                          # extend the grid of learning rates
 
-Results go to runs/suite/results.jsonl as they come. --keep adds them to suite/results.jsonl, which is in the
-repository, so that a fresh clone continues where another machine stopped. A run that was stopped is resumed.
+Results go to runs/suite/results.jsonl as they come, and those of --tune to runs/suite/defaults.jsonl. --keep adds them
+to the files of these names in experiments/suite, which are in the repository, so that a fresh clone continues where
+another machine stopped. A run that was stopped is resumed.
 
 DIR holds cifar10.npz, tinyshakespeare/input.txt, multi30k/ and shapenet_part_subset.zip. experiments/README.md says
 where to get them, and how the rows were tuned.
@@ -27,7 +30,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +101,8 @@ class Cell:
     tuned: str = ""
     """The model whose tuning it uses: a cell of defaults.jsonl. Empty: rows are not tuned."""
     tuned_at: str = "0.9"
+    tuning_epochs: int | None = None
+    """If the rows were tuned with other epochs than those of the cell."""
     operations: float | None = None
     """The sparsity of a uniformly sparse model with the operations of `gradual_gap`, if that is not the cell's."""
     more: tuple[Row, ...] = ()
@@ -145,6 +151,7 @@ CIFAR10: dict[str, Any] = {
     "metric": "top1",
     "failed_by": 4.0,
     "tuned": "cifar10",
+    "tuning_epochs": 8,
 }
 MULTI30K: dict[str, Any] = {
     "recipe": "translation-multi30k/dense",
@@ -181,8 +188,8 @@ CELLS = (
     Cell("shakespeare-80", "Shakespeare, GPT", sparsity=0.8, tuned_at="0.8", **SHAKESPEARE),
     Cell("multi30k-90", "Multi30k, Transformer", sparsity=0.9, **MULTI30K),
     Cell("shapenet-90", "ShapeNet, PointNet++", sparsity=0.9, operations=0.69, **SHAPENET),
-    Cell("multi30k-80", "Multi30k, Transformer", sparsity=0.8, **MULTI30K),
-    Cell("cifar10-95", "CIFAR-10, ResNet-18", sparsity=0.95, operations=0.72, **CIFAR10),
+    Cell("multi30k-80", "Multi30k, Transformer", sparsity=0.8, tuned_at="0.8", **MULTI30K),
+    Cell("cifar10-95", "CIFAR-10, ResNet-18", sparsity=0.95, operations=0.72, tuned_at="0.95", **CIFAR10),
     Cell(
         *("digits-90", "digits, CNN", "digits/dense", ""),
         sparsity=0.9,
@@ -237,6 +244,58 @@ def _trials() -> dict[tuple[str, str], list[dict[str, Any]]]:
         if run["name"].startswith("tune "):
             found.setdefault((run["cell"], run["name"]), []).append(run)
     return found
+
+
+def try_rates(
+    cells: Sequence[str], rows: Sequence[str], rates: Sequence[str], data: Path, runs: Path, device: str, processes: int
+) -> None:
+    """Train the rows that are tuned with more learning rates, each with the values of `lr_scaling` tried before."""
+    tried: dict[tuple[str, ...], tuple[Run, dict[str, Any]]] = {}
+    for run in all_runs(cells, rows, seeds=[0]):
+        cell, row, found = run.cell, run.row, tuned(run.cell, run.row)
+        if found is None or row in cell.more:
+            continue
+        sparsity = cell.tuned_at if row.sparsity is None else f"{row.sparsity:g}"
+        for rate in rates:
+            for scaling in found.grid.get("lr_scaling", [""]):
+                chosen = {**found.settings, "optimizer.lr": rate, **({"lr_scaling": scaling} if scaling else {})}
+                method = " ".join([row.method, *(f"{key}={value}" for key, value in chosen.items())])
+                settings = {**cell.settings, "device": device}
+                epochs = cell.tuning_epochs or cell.epochs
+                asked = {**run.asked, "method": method, "epochs": epochs, "settings": settings}
+                name = f"tune {sparsity} {row.tuned}"
+                line: dict[str, Any] = {"cell": cell.tuned, "name": name, "seed": 0, "settings": chosen, "tried": {}}
+                tried[cell.tuned, name, rate, scaling] = (replace(run, asked=asked), line)
+
+    def train_one(trial: tuple[Run, dict[str, Any]]) -> dict[str, Any]:
+        run, line = trial
+        job = run.job(
+            data, runs / "tuning" / re.sub(r"\W+", "-", f"{line['name']} {' '.join(line['settings'].values())}")
+        )
+        words = shlex.split(command(job, str(data / run.cell.data)))
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        with job.log.open("wb") as log:
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            status = subprocess.call(
+                [sys.executable, "-m", *words, "--out", job.folder], stdout=log, stderr=log, env=environment
+            )
+        record = read_run(job.folder)
+        if record.result is None:
+            raise GrowpruneError(f"{line['name']} {line['settings']}: {record.why or last_words(job.log, status)}")
+        result = record.result
+        keys = ("commit", "source", "torch", "device")
+        return {
+            **line,
+            **{"validation": dict(result.validation), "test": dict(result.test)},
+            **{"operations": record.inference_flops, "peak": record.peak_alive, "average": record.average_alive},
+            "seconds": round(result.seconds, 1),
+            **{key: result.environment[key] for key in keys if key in result.environment},
+        }
+
+    with ThreadPoolExecutor(processes) as pool, (runs / TUNING.name).open("a") as file:
+        for line in pool.map(train_one, tried.values()):
+            file.write(json.dumps(line) + "\n")
+            print(line["name"], *line["settings"].values(), line["validation"], flush=True)
 
 
 # The runs
@@ -423,6 +482,9 @@ def main() -> None:
     parser.add_argument("--seed", action="append", default=[], type=int)
     parser.add_argument("--runs", type=Path, default=RUNS, help="where run folders and new results go")
     parser.add_argument("--until", metavar="HH:MM", help="begin no run after this time (UTC)")
+    parser.add_argument("--tune", metavar="RATES", help="try more learning rates, such as 0.032,0.064, instead")
+    parser.add_argument("--device", default="cpu", help="of --tune")
+    parser.add_argument("--processes", type=int, default=1, help="of --tune")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--print", action="store_true")
     parser.add_argument("--keep", action="store_true")
@@ -431,6 +493,7 @@ def main() -> None:
     lines = read_lines(RESULTS, new)
     if args.keep:
         RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        TUNING.write_text("".join(json.dumps(line) + "\n" for line in read_lines(TUNING, args.runs / TUNING.name)))
         return
     runs = all_runs(args.cell, args.row, args.seed)
     if args.list:
@@ -438,7 +501,11 @@ def main() -> None:
         return
     left = missing(runs, lines)
     try:
-        data = check_data(left, args.data)
+        data = check_data(runs if args.tune else left, args.data)
+        if args.tune:
+            args.runs.mkdir(parents=True, exist_ok=True)
+            try_rates(args.cell, args.row, args.tune.split(","), data, args.runs, args.device, args.processes)
+            return
         for run in left:
             if args.print:
                 print(command(run.job(data, args.runs), str(data / run.cell.data) if run.cell.data else ""))

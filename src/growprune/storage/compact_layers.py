@@ -121,7 +121,7 @@ class CompactLinear(torch.autograd.Function):
             y = block_products.output(layout, x.reshape(-1, x.shape[-1]), values, bias)
             return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
         weight = _dense(values, layout, dtype)
-        if not x.is_cuda:
+        if not x.is_cuda and not torch.compiler.is_compiling():
             # no graph is made here, but torch multiplies otherwise, to other bits, if no operand wants a gradient
             weight = weight.detach().requires_grad_()
         return F.linear(x, weight, bias)
