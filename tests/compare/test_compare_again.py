@@ -1,5 +1,6 @@
 """Several calls of `growprune compare` into one folder: what is reused, what runs again, and what is added."""
 
+import hashlib
 import json
 import shlex
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from growprune.cli import app
 from growprune.compare import Request
 from growprune.engine import override
 from growprune.engine.recipe import describe
+from growprune.errors import GrowpruneError
 
 TOY = f"{TOY_FILE}:cyclic"
 OWN = """
@@ -184,6 +186,24 @@ def test_recipes_of_jobs_have_absolute_paths_of_weights(tmp_path: Path, monkeypa
     stored = json.loads((tmp_path / "out/dense/0/seed0/recipe.json").read_text())
     assert stored["settings"]["weights"] == stored["recipe"]["weights"] == str(tmp_path / "here/w.safetensors")
     assert stored["row"] == "dense"
+
+
+@pytest.mark.parametrize("done", ["begun", "finished"])
+def test_runs_that_began_with_other_weights_are_not_reused(done: str, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a.safetensors", "same.safetensors", "b.safetensors")}
+    for name, path in files.items():
+        path.write_bytes(b"b" if name[0] == "b" else b"a")
+    asked = {n: request(tmp_path / "out", "dense", "0", settings=[f"weights={path}"]) for n, path in files.items()}
+    jobs = asked["a.safetensors"].jobs()
+    asked["a.safetensors"].prepare(jobs)
+    if done == "finished":
+        plain = json.loads(json.dumps(describe(jobs[0].recipe)))
+        made = report_runs.result(plain, 50.0, report_runs.history([1000] * 6))
+        weights = {"file": "a.safetensors", "sha256": hashlib.sha256(b"a").hexdigest()}
+        report_runs.write_bare(jobs[0].folder / "result.json", {**made, "weights": weights})
+    assert asked["same.safetensors"].jobs()
+    with pytest.raises(GrowpruneError, match=r"a\.safetensors.*b\.safetensors"):
+        asked["b.safetensors"].jobs()
 
 
 def test_an_edge_of_the_grid_is_named_and_a_value_inside_is_not(tmp_path: Path) -> None:

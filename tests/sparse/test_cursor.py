@@ -285,10 +285,11 @@ def test_every_option_that_changes_what_was_done_makes_another_plan(change: dict
     options = {"sparsity": 0.75, "iterations": 8, "every": 2}
     cursor = Cursor(sparse, gmp(S, **options))
     cursor.advance(6)
-    assert Cursor(sparse, gmp(S, **options)).is_place(cursor.state_dict())
+    Cursor(sparse, gmp(S, **options)).check_place(cursor.state_dict())
     changed = {**options, **change}
     other, _ = make(sparsity=changed["sparsity"])
-    assert not Cursor(other, gmp(S, **changed)).is_place(cursor.state_dict())
+    with pytest.raises(GrowpruneError, match="another plan"):
+        Cursor(other, gmp(S, **changed)).check_place(cursor.state_dict())
 
 
 def test_a_plan_that_is_over_is_not_one_that_goes_on() -> None:
@@ -296,12 +297,14 @@ def test_a_plan_that_is_over_is_not_one_that_goes_on() -> None:
     cursor = Cursor(sparse, steps_of(S)[:1])
     cursor.advance(2)
     assert cursor.is_over
-    assert not Cursor(sparse, steps_of(S)).is_place(cursor.state_dict())
+    with pytest.raises(GrowpruneError, match="another plan"):
+        Cursor(sparse, steps_of(S)).check_place(cursor.state_dict())
     cursor = Cursor(sparse, steps_of(S))
     cursor.advance(1)
-    assert Cursor(sparse, steps_of(S)[:1]).is_place(cursor.state_dict())  # what is to come may change
+    Cursor(sparse, steps_of(S)[:1]).check_place(cursor.state_dict())  # what is to come may change
     cursor.advance(4)
-    assert not Cursor(sparse, steps_of(S)[:1]).is_place(cursor.state_dict())
+    with pytest.raises(GrowpruneError, match="phase 4 of another plan"):
+        Cursor(sparse, steps_of(S)[:1]).check_place(cursor.state_dict())
 
 
 def test_epochs_need_their_number_of_iterations_before_anything_is_done() -> None:

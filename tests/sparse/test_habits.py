@@ -167,6 +167,7 @@ def test_weights_written_past_the_masks_are_noticed_by_all_that_reads_them(tmp_p
         lambda: gp.deploy(model, X[:1], seconds=0.01),
         lambda: gp.deploy(sparsifier.sparse, X[:1], seconds=0.01),
         lambda: gp.save(sparsifier.sparse, tmp_path / "model.safetensors"),
+        lambda: sparsifier.save(tmp_path / "model.safetensors"),
         lambda: gp.save_pretrained(sparsifier.sparse, tmp_path / "folder"),
         sparsifier.to_dense_,
     ]
@@ -185,6 +186,20 @@ def test_weights_written_past_the_masks_are_noticed_by_all_that_reads_them(tmp_p
     for use in uses:
         use()
     assert num_zeros(model.state_dict()) == ZEROS
+
+
+def test_a_second_sparse_model_of_other_layers_is_refused_because_the_zeros_of_the_first_would_come_alive() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 32)), nn.Linear(32, 4))
+    gp.SparseModel(model, 0.5, keep_dense=["1"]).prune()  # without a handle that is kept
+    before = state_of(model)
+    for keep in (["0.0"], ["0.*"]):
+        with pytest.raises(gp.GrowpruneError, match=r"0\.0\.weight belongs to another SparseModel"):
+            gp.SparseModel(model, 0.9, keep_dense=keep)
+    gp.SparseModel(model[1], 0.9).prune()  # a module of its own is none of the first one's business
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, 2)
+    assert torch.equal(model[0][0].weight == 0, before["0.0.weight"] == 0)
+    assert int((model[1].weight != 0).sum()) == 13
 
 
 # New optimizers

@@ -411,7 +411,7 @@ def test_where_the_masks_are_wanted_a_sparsifier_is_pointed_to_them(tmp_path: Pa
         ({"name": "rigl"}, "saved with method='gradual_gap', .* but this Sparsifier has method='rigl'"),
         ({"seed": 3}, "saved with seed=0, but this Sparsifier has seed=3: resume with seed=0"),
         ({"iterations": 30}, "saved with iterations=40, but this Sparsifier has iterations=30"),
-        ({"parts": 1}, "another plan of gradual_gap: resume with the same options, parts"),
+        ({"parts": 1}, "phase 1 of another plan: resume with the same method, options, parts"),
         ({"sparsity": 0.5}, "saved with sparsity=0.75, but this Sparsifier has sparsity=0.5"),
     ],
 )
@@ -422,6 +422,45 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(change: dict[s
     with pytest.raises(gp.GrowpruneError, match=match):
         other.load_state_dict(saved.state_dict())
     check_same_bits(before, state_of(other, optimizer))
+
+
+def test_after_a_refused_state_of_another_first_mask_training_goes_on() -> None:
+    done, optimizer = begun("gradual_gap")
+    for t in range(TOTAL):
+        train_step(done.model, optimizer, t)
+    state = copy.deepcopy(done.state_dict())
+    state["first"], state["cursor"]["trail"] = ["magnitude", None], "another"
+    with pytest.raises(gp.GrowpruneError, match="of another plan") as held:
+        done.load_state_dict(state)
+    train_step(done.model, optimizer, 0)
+    assert done.is_finished and held
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_state_is_loaded_where_another_first_mask_was_chosen(storage: str) -> None:
+    saved, optimizer = begun("gradual_gap", storage=storage)
+    for t in range(5):
+        train_step(saved.model, optimizer, t)
+    model = small_net()
+    other = sgd(model.parameters())
+    train_step(model, other, 0)  # its optimizer has state, so that its largest weights are kept
+    with pytest.warns(UserWarning, match="already trained"):
+        resumed = sparsify(model, other, "gradual_gap", sparsity=0.75, iterations=TOTAL, storage=storage)
+    resumed.load_state_dict(saved.state_dict())
+    for each, its in ((saved, optimizer), (resumed, other)):
+        for t in range(5, TOTAL):
+            train_step(each.model, its, t)
+    check_same_bits(resumed.sparse.masks, saved.sparse.masks)
+
+
+@pytest.mark.parametrize("at", [1, 2, 9])
+def test_a_rule_is_resumed_before_it_has_pruned(at: int) -> None:
+    saved, optimizer = begun("dpf", every=4)
+    for t in range(at):
+        train_step(saved.model, optimizer, t)
+    resumed, other = begun("dpf", every=4)
+    resumed.load_state_dict(saved.state_dict())
+    assert str(resumed) == str(saved) and other.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
 def test_a_state_of_another_model_is_refused() -> None:

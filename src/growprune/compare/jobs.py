@@ -5,6 +5,7 @@ A worker needs nothing but the folder of its run: it runs the command that `--pr
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import signal
@@ -21,6 +22,7 @@ from growprune.engine.folder import RunFolder, check_same_recipe, check_same_wor
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.files.disk import writing_to
+from growprune.files.weights_file import digest_of, weights_file
 from growprune.runs import Record, read_run
 from growprune.runs.record import failure_file, in_full
 from growprune.runs.result import Json
@@ -119,8 +121,19 @@ class Job:
                 folder.write_recipe(self.recipe, origin | {"row": self.row.name, "files": dict(self.files)})
 
     def check_folder(self, iterations_per_epoch: int) -> None:
-        """Raise if the folder has a run of another recipe, plan or model."""
+        """Raise if the folder has a run of another recipe, plan or model, or one that began with other weights."""
         folder = RunFolder(self.folder)
+        if folder.recipe.exists() or self.is_finished:
+            run = self.read()
+            began = digest_of_weights(run.recipe["weights"]) if run.result is None else run.result.weights
+            now = digest_of_weights(self.recipe.weights)
+            is_gone = now is None and self.recipe.weights == run.recipe["weights"]
+            if not is_gone and (began or {}).get("sha256") != (now or {}).get("sha256"):
+                file = (began or {}).get("file", "no file")
+                raise GrowpruneError(
+                    f"{self.folder} began with the weights of {file}, but the comparison has "
+                    f"weights={self.recipe.weights!r} now, with other contents. Restore them, or choose another --out"
+                )
         if folder.recipe.exists():
             check_same_recipe(folder, self.recipe)
             if folder.plan.exists():
@@ -133,6 +146,15 @@ class Job:
                         f"{folder.result} has {name}={stored[name]!r}, but the comparison has {wanted[name]!r} now. "
                         f"Restore it, or choose another --out"
                     )
+
+
+@functools.cache
+def digest_of_weights(path: str) -> dict[str, str] | None:
+    """What a run records of the file with its first weights. None without such a file."""
+    if not path or not Path(path).exists():
+        return None
+    file = weights_file(path)
+    return {"file": file.name, "sha256": digest_of(file)}
 
 
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}

@@ -194,6 +194,11 @@ def parse_grid(texts: Sequence[str]) -> Grid:
             raise GrowpruneError(f"--tune has an empty value, got {text!r}. Give comma-separated values")
         if len(set(found)) < len(found):
             raise GrowpruneError(f"--tune has a value twice, got {text!r}. Give each value once")
+        folders = {Point(((key, value),)).folder: value for value in found}
+        if lost := set(found) - set(folders.values()):
+            raise GrowpruneError(
+                f"--tune {key}: the folder of {lost.pop()!r} would be that of another value too. Leave one out"
+            )
     if texts and math.prod(map(len, grid.values())) < 2:
         raise GrowpruneError(f"--tune needs two or more points, got one: {' '.join(texts)}. Add values")
     return grid

@@ -120,8 +120,10 @@ def load_sharded_checkpoint(
         groups = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
         if groups != [group["params"] for group in saved["groups"]]:
             raise GrowpruneError(f"{folder} has other parameter groups than the optimizer: resume with the same groups")
-    if cursor is not None and (index["cursor"] is None or not cursor.is_place(index["cursor"])):
-        raise GrowpruneError(f"{folder} has no state of this plan: pass the cursor of the plan that it was saved with")
+    if cursor is not None and index["cursor"] is None:
+        raise GrowpruneError(f"{folder} was saved without a cursor: leave cursor out")
+    if cursor is not None:
+        cursor.check_place(index["cursor"])
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
     }

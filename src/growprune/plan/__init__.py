@@ -645,8 +645,9 @@ class Row:
         said = []
         for first, last in zip(phase.edits, self.last.phase.edits, strict=True):
             begin, end = (f"{edit.share if edit.to is None else edit.to:.4g}" for edit in (first, last))
-            text = str(first)
-            said.append(text if first == last else text.replace("dense", "0").replace(begin, f"{begin} ... {end}", 1))
+            lead = f"{first.action.value} " if first.to is None else f"{first.action.value} {first.part.name} to "
+            value, *rest = str(first).removeprefix(lead).split(" ")
+            said.append(" ".join([lead + (value if first == last else f"{begin} ... {end}"), *rest]))
         return phase.say(", ".join(said))
 
     def to_dict(self) -> dict[str, Any]:
@@ -680,7 +681,7 @@ def fold(schedule: Iterable[ScheduledPhase], most: int = MAX_ROWS) -> list[Row]:
 def _alike(scheduled: ScheduledPhase) -> tuple[Any, ...]:
     """Return a key that is equal for phases that differ only in the degree of their edits. Its last item: the parts."""
     phase = scheduled.phase
-    what = tuple((edit.action, edit.by, edit.to is None, edit.spread, edit.within) for edit in phase.edits)
+    what = tuple((e.action, e.by, e.score, e.to is None, e.spread, e.within) for e in phase.edits)
     return (what, phase.epochs, phase.iterations, phase.restart, phase.rule, scheduled.returns, _parts(scheduled))
 
 

@@ -301,11 +301,7 @@ class Cursor:
         """Resume from the state of a cursor of the same plan. Load the SparseModel's state first."""
         counts = "iteration", "start", "is_counting", "num_steps_after"
         check_state(state, "position", "trail", "is_over", *counts)
-        if not self.is_place(state):
-            raise GrowpruneError(
-                f"the state belongs to phase {state['position']} of another plan: create the Cursor with that plan, or "
-                f"start this one without loading the state"
-            )
+        self.check_place(state)
         if state["is_counting"]:
             self._begin_counting()
         self.position, self._trail, self.is_over = state["position"], state["trail"], state["is_over"]
@@ -318,21 +314,19 @@ class Cursor:
             self.rule.load_state_dict(state["rule"])
         self._watch()
 
-    def check_rule(self, state: Mapping[str, Any]) -> None:
-        """Raise unless the rule's part of a state, which `is_place`, is as the rule needs it."""
-        phase = None if state["is_over"] or state["position"] < 0 else self.schedule[state["position"]].phase
-        if phase is not None and phase.rule is not None:
-            running(phase.rule, self.sparse).check_state(state["rule"])
-
-    def is_place(self, state: Mapping[str, Any]) -> bool:
-        """True if a state belongs to this plan, up to its place."""
+    def check_place(self, state: Mapping[str, Any]) -> None:
+        """Raise unless a state belongs to this plan, up to its place, and holds what the rule there needs."""
         position, is_end = state["position"], state["position"] == len(self.schedule) - 1
         known = self.schedule[: position + 1]
-        return (
-            position < len(self.schedule)
-            and functools.reduce(onward, known, "") == state["trail"]
-            and (is_end or not state["is_over"])
-        )
+        is_of_plan = position < len(self.schedule) and functools.reduce(onward, known, "") == state["trail"]
+        if not is_of_plan or (state["is_over"] and not is_end):
+            raise GrowpruneError(
+                f"the state belongs to phase {position} of another plan: resume with the same method, options, parts, "
+                f"keep_dense, include and initial_mask as when it was saved"
+            )
+        phase = None if state["is_over"] or position < 0 else self.schedule[position].phase
+        if phase is not None and phase.rule is not None:
+            running(phase.rule, self.sparse).check_state(state["rule"])
 
 
 def check_plan(own: SparseModel, plan: Plan) -> None:

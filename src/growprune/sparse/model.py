@@ -149,6 +149,12 @@ class SparseModel:
         factors = cost_factors(model, example, self.weights, self.cost_power) if self.cost_power else {}
         parameters = dict.fromkeys(weight.parameter for weight in self.weights)
         before = {id(other): other for name in parameters if (other := _owner(model.get_parameter(name))) is not None}
+        for name, parameter in model.named_parameters():
+            if (other := _owner(parameter)) is not None and id(other) not in before:
+                raise GrowpruneError(
+                    f"{name} belongs to another SparseModel, whose zeros would no longer be kept: create one for all "
+                    f"weights, or call the other's to_dense_() first"
+                )
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
         self.stored: dict[str, SparseParameter] = store(model, parameters, storage, self.pattern)
@@ -619,16 +625,19 @@ class SparseModel:
 
     def _check_wrapped_again(self) -> None:
         """Raise if a DistributedDataParallel from before an edit lacks the new weights."""
-        replaced, self._replaced = self._replaced, []
-        if not replaced or not (distributed.is_available() and distributed.is_initialized()):
+        if not self._replaced:
             return
-        gc.collect()
-        old = {id(parameter) for reference in replaced if (parameter := reference()) is not None}
+        is_distributed = distributed.is_available() and distributed.is_initialized()
+        if is_distributed:
+            gc.collect()
+        references = self._replaced if is_distributed else []
+        old = {id(parameter) for reference in references if (parameter := reference()) is not None}
         wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)] if old else []
         wrapped = [id(parameter) for wrapper in wrappers for parameter in wrapper._module_parameters]
         new = {id(stored.parameter) for stored in self.stored.values()}
         if old & set(wrapped) and not new <= set(wrapped):
             raise GrowpruneError("an edit replaced weights that DistributedDataParallel holds: wrap the model again")
+        self._replaced = []
 
     def mask_weights(
         self,

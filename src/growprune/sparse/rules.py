@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class RunningRule:
     """The entries of its state that have a number for each weight."""
     counts: tuple[str, ...] = ()
     """The entries of its state that have a count for each parameter."""
+    empty_at: Mapping[str, str] = MappingProxyType({})
+    """By entry: the number of its state that is 0 as long as the entry may be empty, if that is not `iteration`."""
     num_rewirings = 0
     """How often the rule may have changed masks. The masks of replicas are compared after each time."""
 
@@ -90,8 +93,10 @@ class RunningRule:
                 shapes = {weight.name: torch.Size() for weight in self.weights}
             if not isinstance(own, Mapping):
                 fits = type(value) in (int, float)
-            elif not isinstance(value, Mapping) or (state.get("iteration", 1) != 0 and value.keys() != shapes.keys()):
-                fits = False  # before the first iteration there may be none
+            elif not isinstance(value, Mapping) or (
+                value.keys() != shapes.keys() and (value or state.get(self.empty_at.get(name, "iteration"), 1) != 0)
+            ):
+                fits = False
             elif name in self.counts:
                 fits = all(type(one) is int for one in value.values())
             else:
@@ -263,6 +268,8 @@ class DeeprRule(RunningRule):
 class DpfRule(AsideRule):
     """Use the gradient at m * w for w, and recompute m at regular intervals."""
 
+    empty_at = MappingProxyType({"m": "target"})
+
     def __init__(self, rule: Dpf, own: SparseModel) -> None:
         super().__init__(own, rule.part, "DPF needs all weights dense")
         self.rule = rule
@@ -392,4 +399,7 @@ RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {
 
 def running(rule: Rule, own: SparseModel) -> RunningRule:
     """Return the running rule of a model."""
+    if type(rule) not in RULES:
+        known = ", ".join(kind.__name__ for kind in RULES)
+        raise GrowpruneError(f"{type(rule).__name__} is not a rule that can be run: use one of {known}")
     return RULES[type(rule)](rule, own)

@@ -48,7 +48,7 @@ from growprune.plan.settings import (
 )
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel, check_model
-from growprune.sparse.stepper import LR_RAMP, unwrapped
+from growprune.sparse.stepper import LR_RAMP, check_rates, unwrapped
 from growprune.storage import STORAGES
 
 PartsLike: TypeAlias = int | str | Partition | PartitionConfig | Sequence[Sequence[str]] | None
@@ -373,8 +373,28 @@ class Settings:
                 )
             said._warn_of_peak(plan, weights)
 
+        scaling = said.scaling_from(FirstMask("as_is") if is_by_data else first)
+        resolved = Resolved(
+            settings=said,
+            partition=parts,
+            plan=plan,
+            iterations_per_epoch=unit,
+            weights=weights,
+            keep_dense=keep_dense,
+            frozen=frozen,
+            how_kept=how_kept,
+            layers=layers,
+            allocation=allocation,
+            sparsity=said.sparsity if "sparsity" in about.options else 0.0,
+            lr_scaling=scaling,
+            rescale=not is_normalized(model) if said.rescale == "auto" else said.rescale,
+            first=first,
+        )
+
         # a first mask by data, which changes weights: last, when nothing can be refused any more
         if is_by_data:
+            for optimizer in optimizers:
+                check_rates(scaling, unwrapped(optimizer))
             from growprune.sparse.pretrained_pruning import prune_pretrained  # which few trainings need
 
             pruned = prune_pretrained(
@@ -388,26 +408,9 @@ class Settings:
                 keep_dense=keep_dense,
                 include=said.include,
             )
-            first = FirstMask("as_is", pruned.sparsity)
             pruned.to_dense_()
-            plan, unit = said.plan_over(parts, first, **lengths)
-
-        return Resolved(
-            settings=said,
-            partition=parts,
-            plan=plan,
-            iterations_per_epoch=unit,
-            weights=weights,
-            keep_dense=keep_dense,
-            frozen=frozen,
-            how_kept=how_kept,
-            layers=layers,
-            allocation=allocation,
-            sparsity=said.sparsity if "sparsity" in about.options else 0.0,
-            lr_scaling=said.scaling_from(first),
-            rescale=not is_normalized(model) if said.rescale == "auto" else said.rescale,
-            first=first,
-        )
+            resolved = resolved.starting_from(FirstMask("as_is", pruned.sparsity), **lengths)
+        return resolved
 
     def _auto_mask(
         self, model: nn.Module, weights: Sequence[Weight], optimizers: Sequence[torch.optim.Optimizer]
@@ -456,7 +459,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What settings mean for a model: every choice is made, and nothing is changed yet."""
+    """What settings mean for a model: every choice is made. Only a first mask by data has changed weights."""
 
     settings: Settings
     partition: Partition
@@ -511,6 +514,17 @@ class Resolved:
             if scheduled.branch is not None:
                 density = before
         return peak
+
+    def starting_from(
+        self, first: FirstMask, *, iterations: int | None = None, iterations_per_epoch: int | None = None
+    ) -> Resolved:
+        """Return the same with another first mask."""
+        said = self.settings
+        plan, unit = said.plan_over(
+            self.partition, first, iterations=iterations, iterations_per_epoch=iterations_per_epoch
+        )
+        scaling = said.scaling_from(first)
+        return replace(self, first=first, plan=plan, iterations_per_epoch=unit, lr_scaling=scaling)
 
     def sparse_settings(self) -> dict[str, Any]:
         """Return the arguments of SparseModel, without model and storage."""

@@ -178,9 +178,9 @@ class Sparsifier:
                 f"{settings.name} chooses its first mask by gradients: pass losses, a list of functions that each "
                 f"compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
             )
-        self.settings, self.first = resolved.settings, resolved.first
+        self.settings, self.resolved = resolved.settings, resolved
         self.lengths: tuple[int | None, int | None] = (iterations, iterations_per_epoch)
-        self._remedy, self._score, self._optimizers = remedy, score, list[Any]()
+        self._score, self._optimizers = score, list[Any]()
         self.description = describe(resolved, self.model)
         """What is pruned, what stays dense and why, and how long, in one line."""
         self.cursor = resolved.cursor(self.model, given, score)
@@ -236,6 +236,7 @@ class Sparsifier:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sparse model to a file; `growprune.load` reads it. Warn if the loop did not match the plan."""
+        self.sparse.check_zeros()
         total, late = self.cursor.num_iterations, self.cursor.num_steps_after
         if late:
             warn(
@@ -269,7 +270,7 @@ class Sparsifier:
             "version": VERSION,
             "settings": self.settings.to_save(),
             "num_iterations": self.cursor.num_iterations,
-            "first": [self.first.initial_mask, self.first.found],
+            "first": [self.resolved.first.initial_mask, self.resolved.first.found],
             "lengths": list(self.lengths),
             "sparse": self.sparse.state_dict(),
             "cursor": self.cursor.state_dict(),
@@ -313,20 +314,17 @@ class Sparsifier:
         if "weights" in state:
             check_optimizers(state, [*map(unwrapped, self._optimizers)], sparse)
         first = FirstMask(*state["first"])
-        cursor, lr_scaling = self.cursor, sparse.lr_scaling
-        if first != self.first and self.settings.initial_mask in ("auto", *BY_DATA):
+        cursor, lr_scaling, resolved = self.cursor, sparse.lr_scaling, self.resolved
+        if first != resolved.first and self.settings.initial_mask in ("auto", *BY_DATA):
             # the model may look different by now, so that another first mask was chosen
             iterations, per_epoch = self.lengths
-            resolved = self.settings.resolve(
-                self.model, first=first, iterations=iterations, iterations_per_epoch=per_epoch, remedy=self._remedy
-            )
+            resolved = resolved.starting_from(first, iterations=iterations, iterations_per_epoch=per_epoch)
             cursor, lr_scaling = resolved.new_cursor(sparse, self._score), resolved.lr_scaling
-        if not cursor.is_place(state["cursor"]):
-            raise GrowpruneError(
-                f"the state belongs to another plan of {self.settings.name}: resume with the same options, parts, "
-                f"keep_dense, include and initial_mask as when it was saved"
-            )
-        cursor.check_rule(state["cursor"])
+        try:
+            cursor.check_place(state["cursor"])
+        except GrowpruneError:
+            sparse.wait_for(self.cursor)  # not for the one that was refused
+            raise
 
         if "weights" not in state:
             sparse.load_state_dict(state["sparse"])
@@ -339,7 +337,7 @@ class Sparsifier:
                 sparse.load_live_state(optimizer, loaded)
         cursor.load_state_dict(state["cursor"])
         sparse.aim(sparse.target_sparsity, lr_scaling)
-        self.first, self.cursor = first, cursor
+        self.resolved, self.cursor = resolved, cursor
         if self._optimizers:
             cursor.attach(self._optimizers[-1])
 
