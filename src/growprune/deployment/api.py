@@ -109,7 +109,7 @@ def deploy(
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """Return the device to deploy on. Raise unless it is "cpu" or a CUDA device that torch can use."""
+    """Return the device to deploy on. Raise unless it is "cpu", or "cuda" where torch sees a CUDA device."""
     try:
         found = torch.device(device)
     except RuntimeError:
