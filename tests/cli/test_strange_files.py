@@ -134,7 +134,7 @@ def test_convert_and_report_write_to_the_file_that_a_link_names(run: Path, tmp_p
     assert (tmp_path / "real.html").stat().st_size > 1000
 
 
-def test_a_link_to_nothing_is_there_already(run: Path, tmp_path: Path) -> None:
+def test_convert_refuses_to_write_over_a_dangling_link(run: Path, tmp_path: Path) -> None:
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "nothing.safetensors")
     done = CliRunner().invoke(app, ["convert", f"{run}/model.safetensors", f"{tmp_path}/link.safetensors"])
     assert done.exit_code == 2

@@ -84,7 +84,7 @@ def test_comparison_json_has_the_raw_values_of_every_seed_and_what_they_sum_up_t
     assert (dense["summary"]["baseline"], dense["summary"]["minus_dense"]) == (None, None)
 
 
-def test_shares_are_of_dense(finished: Path) -> None:
+def test_cost_shares_are_relative_to_the_dense_run(finished: Path) -> None:
     dense, rigl, cyclic = request(finished).table(request(finished).jobs()).rows
     assert [dense.mean(name) for name in comparison.SHARES] == [1.0] * 4
     for name in comparison.SHARES:  # ERK at 80 % is a fifth of the weights, though not of the FLOPs of a convolution
@@ -93,7 +93,7 @@ def test_shares_are_of_dense(finished: Path) -> None:
     assert cyclic.reached == pytest.approx(0.8, abs=TOLERANCE)
 
 
-def test_markdown_is_asked_for(finished: Path) -> None:
+def test_compare_prints_markdown_when_asked(finished: Path) -> None:
     done = CliRunner().invoke(app, typed(finished, "--markdown"))
     assert done.stdout == (finished / "comparison.md").read_text()
     assert done.stdout.splitlines()[3].startswith("| rigl:erk | 0.8 | 6 | ")

@@ -241,7 +241,7 @@ ROW = Row("fc", "8x16 x 1", 0.75, None, None, "torch")
 
 
 @pytest.mark.parametrize(("sparse_us", "choice"), [(3.0, "sparse"), (4.0, "dense"), (9.0, "dense")])
-def test_the_faster_is_kept(sparse_us: float, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_of_sparse_and_dense_is_chosen(sparse_us: float, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("growprune.deployment.cuda.tuning.fastest", lambda m, tiles, batch, s: (tiles[0], sparse_us))
     monkeypatch.setattr("growprune.deployment.cuda.tuning.time_of", lambda layers, x: 4.0)
     row = choose(ROW, from_dense(random_weight(8, 16, 0.75, torch.float32)))

@@ -81,7 +81,7 @@ def choices(deployed: gp.Deployed) -> set[str]:
 # Networks of images
 
 
-def test_resnet18_for_small_images() -> None:
+def test_resnet18_deploys_without_convolutions_or_norms_in_torch() -> None:
     torch.manual_seed(0)
     model = ResNet("resnet18", stem="cifar", width=16, num_classes=10)
     deployed = check(model, torch.randn(2, 3, 16, 16), keep_dense=["conv1", "fc"])
@@ -90,7 +90,7 @@ def test_resnet18_for_small_images() -> None:
     assert "conv2d" not in deployed.table.in_torch and "batch_norm" not in deployed.table.in_torch
 
 
-def test_resnet_with_bottlenecks_stride_two_and_a_pool() -> None:
+def test_resnet50_deploys_in_blocks_with_nothing_in_torch() -> None:
     torch.manual_seed(0)
     deployed = check(ResNet("resnet50", width=8, num_classes=10), torch.randn(1, 3, 40, 36), pattern="8x1")
     assert choices(deployed) == {"sparse"} and deployed.table.in_torch == ()
@@ -146,7 +146,7 @@ def test_layers_among_operations_that_stay_in_torch() -> None:
 
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
 @given(data=st.data())
-def test_random_networks_of_convolutions(data: st.DataObject) -> None:
+def test_deployed_random_convolution_networks_compute_the_same(data: st.DataObject) -> None:
     """Random channels, kernels, strides, norms, activations, pools and shortcuts."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     channels, layers = 3, []
@@ -187,7 +187,7 @@ class Shortcut(nn.Module):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(("batch_first", "activation"), [(True, "relu"), (False, "gelu")])
-def test_an_encoder_of_torch(norm_first: bool, batch_first: bool, activation: Any) -> None:
+def test_torch_transformer_encoder_deploys_sparse(norm_first: bool, batch_first: bool, activation: Any) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, 0.1, activation, batch_first=batch_first, norm_first=norm_first)
     deployed = check(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(3, 7, 32))
@@ -195,7 +195,7 @@ def test_an_encoder_of_torch(norm_first: bool, batch_first: bool, activation: An
     assert set(deployed.table.in_torch) <= {"layer_norm"}  # the first, if it comes before any layer
 
 
-def test_attention_with_masks() -> None:
+def test_deployed_attention_takes_boolean_additive_and_causal_masks() -> None:
     """A padding mask of booleans, an additive one, and none but causal; a row that may look nowhere is zero."""
     torch.manual_seed(0)
 
@@ -229,13 +229,13 @@ def translation() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return task.build_model(), (source, target)
 
 
-def test_our_translation_transformer() -> None:
+def test_translation_transformer_deploys_all_layers_sparse() -> None:
     model, example = translation()
     deployed = check(model, example)
     assert len(deployed.table) == 2 * 6 + 2 * 10 and choices(deployed) == {"sparse"}
 
 
-def test_a_translation_layer_by_layer() -> None:
+def test_beam_search_runs_on_a_model_deployed_layer_by_layer() -> None:
     """By its layers it has its own methods, which beam search uses, at any length."""
     from growprune.tasks.translation.transformer import beam_search
 
@@ -255,7 +255,7 @@ def gpt2() -> tuple[nn.Module, Tensor]:
     return transformers.GPT2Model(config), torch.randint(0, 50, (2, 8))
 
 
-def test_gpt2_of_transformers() -> None:
+def test_gpt2_from_transformers_deploys_sparse() -> None:
     model, ids = gpt2()
     deployed = check(model, {"input_ids": ids, "use_cache": False})
     assert len(deployed.table) == 8 and choices(deployed) == {"sparse"}
@@ -310,7 +310,7 @@ def test_a_plain_model_with_zeros_in_blocks_runs_in_blocks() -> None:
         assert_same(deployed(x), model(x))
 
 
-def test_a_sparse_file(tmp_path: Path) -> None:
+def test_sparse_file_is_deployed_with_the_code_of_a_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Small(), torch.randn(2, 4, 8, 8)
     gp.save(sparse_of(model), tmp_path / "model.safetensors")
@@ -505,7 +505,7 @@ DOES: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", DOES)
-def test_what_a_model_may_do_between_its_layers(name: str) -> None:
+def test_operations_between_layers_compute_the_same_when_deployed(name: str) -> None:
     torch.manual_seed(0)
     does, shape = DOES[name]
     check(Doing(does), torch.randn(shape))

@@ -145,7 +145,7 @@ def test_the_table_shows_sizes_before_and_after_and_the_sparsity(tmp_path: Path)
     assert "sparse matrices: 1, with 640 live weights, sparsity 0.9000" in shown
 
 
-def test_json_has_the_same(masked: Path, tmp_path: Path) -> None:
+def test_convert_json_reports_sizes_and_sparsity(masked: Path, tmp_path: Path) -> None:
     content = json.loads(growprune(masked, tmp_path / "sparse.safetensors", "--json"))
     assert content["source"] == {"path": str(masked), "format": "torch-prune", "bytes": masked.stat().st_size}
     assert content["dest"]["bytes"] == (tmp_path / "sparse.safetensors").stat().st_size

@@ -98,7 +98,7 @@ def test_a_file_stores_as_many_values_as_there_are_non_zero_weights(tmp_path: Pa
     assert not any(node.metadata_props for node in graph.node)  # which would name files of this machine
 
 
-def test_weights_beside_a_large_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_onnx_export_stores_weights_in_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporters, "MAX_BYTES", 1000)
     model, x, _ = model_and_inputs("image")
     sparse = sparse_model(model)

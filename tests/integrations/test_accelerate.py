@@ -89,6 +89,6 @@ def test_compact_weights_in_several_processes_are_refused_before_training() -> N
     refuse("storage='compact' does not work with DDP.*use storage='masked'", "compact", **about)
 
 
-def test_a_cursor_is_not_what_is_kept() -> None:
+def test_keep_in_checkpoints_takes_only_a_sparsifier() -> None:
     with pytest.raises(gp.GrowpruneError, match="takes a Sparsifier, got str"):
         keep_in_checkpoints(SimpleNamespace(), "cursor")  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ class Noting(hf.Trainer):
 
 
 @pytest.mark.parametrize(("method", "storage"), [("snip", "masked"), ("snip", "compact"), ("grasp", "masked")])
-def test_they_end_at_their_count_and_resume_to_the_same_bits(method: str, storage: str, tmp_path: Path) -> None:
+def test_snip_and_grasp_reach_the_target_and_resume_bit_exactly(method: str, storage: str, tmp_path: Path) -> None:
     given = {"storage": storage, "allocation": "uniform", "args": {"save_strategy": "steps", "save_steps": 3}}
     trainer, callback = train(tmp_path, "bert", method, **given)
     assert callback.sparse is not None and callback.sparse.num_alive * 4 == callback.sparse.num_prunable
@@ -31,7 +31,7 @@ def test_they_end_at_their_count_and_resume_to_the_same_bits(method: str, storag
 
 
 @pytest.mark.parametrize("method", ["snip", "grasp"])
-def test_they_look_at_the_batches_of_the_first_step(method: str, tmp_path: Path) -> None:
+def test_snip_and_grasp_score_the_batches_of_the_first_step(method: str, tmp_path: Path) -> None:
     data, model = make_data("gpt2", 8), make_model("gpt2")
     for one in (model, by_hand := make_model("gpt2")):
         for module in one.modules():

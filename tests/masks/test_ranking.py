@@ -155,7 +155,7 @@ def test_views_have_the_keys_of_their_values() -> None:
         (0.9, 100_000_000_001, 10_000_000_000),
     ],
 )
-def test_how_many_are_kept(sparsity: float, total: int, kept: int) -> None:
+def test_number_of_kept_weights_is_rounded_half_to_even(sparsity: float, total: int, kept: int) -> None:
     assert num_kept(sparsity, total) == kept
 
 

@@ -53,7 +53,7 @@ def first_edits(name: str) -> tuple[Edit, ...]:
 
 
 @every_one
-def test_only_what_the_first_edit_goes_by_is_another(name: str) -> None:
+def test_initial_mask_changes_only_how_the_first_edit_ranks(name: str) -> None:
     usual = list(walk(plan_of(name, parts())))
     for initial_mask in ("magnitude", "as_is"):
         plan = list(walk(plan_of(name, parts(), initial_mask=initial_mask)))

@@ -78,7 +78,7 @@ def test_one_shot_trains_prunes_once_and_fine_tunes() -> None:
     ]
 
 
-def test_dense_only_trains() -> None:
+def test_dense_is_one_phase_without_edits() -> None:
     assert list(dense(parts(2), epochs=5)) == [Phase(epochs=5)]
 
 

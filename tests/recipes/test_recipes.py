@@ -128,7 +128,7 @@ def test_a_row_of_the_paper_says_what_it_expects_and_is_what_its_name_says(name:
         "translation-wmt14/cyclic-90-uniform-kappa1": (176_160_768,),
     }.items(),
 )
-def test_parts_are_the_papers(name: str, sizes: tuple[int, ...]) -> None:
+def test_recipe_parts_have_the_sizes_of_the_paper(name: str, sizes: tuple[int, ...]) -> None:
     recipe = find(name)
     with torch.device("meta"):
         model = recipe.task.build_model()

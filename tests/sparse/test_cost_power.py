@@ -98,7 +98,7 @@ def test_a_state_with_another_power_is_refused() -> None:
         other.load_state_dict(saved)
 
 
-def test_refusals() -> None:
+def test_wrong_cost_power_settings_are_refused_and_leave_the_model_plain() -> None:
     with pytest.raises(GrowpruneError, match="example="):
         SparseModel(two_layers(), 0.5, allocation="global", cost_power=0.5)
     with pytest.raises(GrowpruneError, match="'erk'"):

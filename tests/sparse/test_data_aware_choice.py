@@ -85,7 +85,7 @@ def best_of_mask(row: Tensor, mask: Tensor, products: Tensor) -> Tensor:
     return best
 
 
-def test_the_factor_is_that_of_the_inverse() -> None:
+def test_inverse_factor_is_the_cholesky_factor_of_the_inverse() -> None:
     products = correlated(6)
     factor, dampening = inverse_factor(products[None], dampening=0.0)
     assert dampening == 0

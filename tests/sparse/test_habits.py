@@ -554,7 +554,7 @@ def test_scaled_rates_are_refused_where_an_optimizer_needs_one(kind: Any) -> Non
     assert num_step_hooks(optimizer) == (0, 0)
 
 
-def test_the_d_of_adafactor_is_no_distance() -> None:
+def test_adafactor_is_not_refused_for_its_hyperparameter_d() -> None:
     model, optimizer, sparsifier = begun(NEW["Adafactor"], lr_scaling=1)
     train(model, optimizer, 20)
     assert sparsifier.is_finished

@@ -110,7 +110,7 @@ def test_what_ranks_is_named_by_its_text_or_refused() -> None:
 # Models
 
 
-def test_of_two_sparse_models_of_a_model_the_last_decides(tmp_path: Path) -> None:
+def test_second_sparse_model_replaces_first(tmp_path: Path) -> None:
     model = mlp()
     sparse = pruned(model)
     optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -339,7 +339,7 @@ def test_a_model_that_was_compiled_is_made_sparse_inside() -> None:
 
 
 @pytest.mark.parametrize("argument", ["keep_dense", "include"])
-def test_names_are_texts(argument: str) -> None:
+def test_keep_dense_and_include_must_be_strings(argument: str) -> None:
     for wrong in ([3], 3):
         with pytest.raises(ValueError, match=rf"{argument} must be a list of names or globs \(strings\), got 3"):
             gp.SparseModel(mlp(), sparsity=0.5, **{argument: wrong})
@@ -357,7 +357,7 @@ def test_numbers_of_numpy_are_saved_as_what_is_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [True, "3", 1.0, None])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
+def test_seed_that_is_not_an_integer_is_refused(seed: Any) -> None:
     with pytest.raises(ValueError, match=r"seed must be an integer, such as 0, got "):
         gp.SparseModel(mlp(), sparsity=0.5, seed=seed)
 

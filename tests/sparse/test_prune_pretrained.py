@@ -315,7 +315,7 @@ def refused(model: nn.Module, batches: Any, match: str, **options: Any) -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_a_generator_that_is_used_up() -> None:
+def test_calibration_from_an_exhausted_generator_is_refused() -> None:
     batches = (batch for batch in [inputs()])
     gp.prune_pretrained(chain(), batches)
     refused(
@@ -337,11 +337,11 @@ def test_a_generator_that_is_used_up() -> None:
         ),
     ],
 )
-def test_what_is_no_calibration(batches: Any, match: str) -> None:
+def test_calibration_that_is_not_an_iterable_of_batches_is_refused(batches: Any, match: str) -> None:
     refused(chain(), batches, match)
 
 
-def test_a_calibration_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_calibration_is_refused_at_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def endless() -> Iterator[Tensor]:
         while True:
             yield torch.empty(1 << 28)  # memory that nobody writes to
@@ -360,7 +360,7 @@ def test_activations_that_are_not_finite_name_the_layer_and_the_batch(bad: float
     refused(model, [inputs(), 1e4 * inputs()], r"the input of 2.weight has NaN or infinity in batch 1", keep_dense=[])
 
 
-def test_weights_that_are_not_finite() -> None:
+def test_pruning_weights_that_are_not_finite_is_refused() -> None:
     model = chain()
     model[1].weight.data[0, 0] = float("inf")
     refused(model, [inputs()], "1.weight has NaN or infinity")
@@ -400,7 +400,7 @@ def test_a_layer_that_is_no_longer_reached_is_said_to_go_by_magnitude() -> None:
     assert sparse.is_at_target
 
 
-def test_a_model_on_the_meta_device() -> None:
+def test_pruning_a_model_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         model = chain()
     refused(model, [inputs()], "0.weight is on the meta device and has no values: load the model first")
@@ -418,7 +418,7 @@ def test_a_model_on_the_meta_device() -> None:
         ({"keep_dense": ["nothing"]}, "keep_dense has 'nothing', which matches no parameter"),
     ],
 )
-def test_settings_that_do_not_exist_or_do_not_fit(options: dict[str, Any], match: str) -> None:
+def test_invalid_prune_pretrained_settings_are_refused(options: dict[str, Any], match: str) -> None:
     refused(chain(), [inputs()], match, **options)
 
 

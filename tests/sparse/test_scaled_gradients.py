@@ -84,7 +84,7 @@ def test_a_scaled_loss_trains_a_fused_optimizer_to_the_bits_of_a_plain_one(metho
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("method", PLANS)
 @pytest.mark.parametrize("when", [3, 4])
-def test_a_step_that_a_fused_optimizer_skips_is_none(method: str, optimizer: str, when: int, is_clipped: bool) -> None:
+def test_steps_a_fused_optimizer_skips_do_not_count(method: str, optimizer: str, when: int, is_clipped: bool) -> None:
     """With an infinite batch in between, also just before an edit that looks at gradients, all ends as without it."""
     if is_clipped and method == "snfs":
         pytest.skip("nobody tells what gradients were scaled by that are unscaled before the step, and it changes here")

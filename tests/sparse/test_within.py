@@ -132,7 +132,7 @@ def test_a_plan_is_priced_with_what_it_keeps_to() -> None:
 
 
 @pytest.mark.parametrize("more", [{"to": 0.5}, {"share": 0.5}, {"by": By.GRADIENT}, {"spread": Spread.LIVE}])
-def test_it_is_for_growth_to_dense(more: dict[str, object]) -> None:
+def test_within_is_only_for_growth_to_dense(more: dict[str, object]) -> None:
     part = gp.Part("S0", ("0.weight",))
     with pytest.raises(gp.GrowpruneError, match=r"^within=0.6 is only for growth to dense"):
         gp.grow(part, within=0.6, **more)  # type: ignore[arg-type]

@@ -332,7 +332,7 @@ def test_a_way_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     ("alive", "height", "width", "pays"),
     [(2, 64, 128, True), (3, 64, 128, False), (1, 32, 128, True), (2, 32, 128, False), (8, 64, 64, False)],
 )
-def test_pays_up_to_a_density(alive: int, height: int, width: int, pays: bool) -> None:
+def test_block_products_pay_only_below_a_density(alive: int, height: int, width: int, pays: bool) -> None:
     # 8 blocks: 30 % are 2.4 of them, and 20 % are 1.6
     assert block_products.LiveBlocks(torch.zeros(1, dtype=torch.int32), (2, 4, alive, height, width)).pays is pays
 

@@ -59,7 +59,7 @@ def test_offsets_count_the_live_bits_before_each_block(device: str) -> None:
 
 
 @every_device
-def test_nothing_has_no_blocks(device: str) -> None:
+def test_kernels_take_empty_tensors(device: str) -> None:
     bits = pack(torch.zeros(0, dtype=torch.bool, device=device))
     offsets, nnz = block_offsets(bits)
     assert (offsets.numel(), nnz) == (0, 0)

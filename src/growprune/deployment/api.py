@@ -1,4 +1,4 @@
-"""`deploy`: from a trained sparse model to one that runs on sparse kernels; `load_deployed`: the same from a folder."""
+"""Run a trained sparse model on sparse kernels with `deploy`, or load such a model with `load_deployed`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from growprune.files.writer import check_finished, settings_of
 from growprune.sparse.model import SparseModel
 
 SECONDS = 10.0
-"""How long layers are timed by default."""
+"""The default time for timing layers."""
 SPINNING = 0.01
-"""Seconds until torch's threads, which wait for more work by spinning, have gone to sleep."""
+"""Seconds after which torch's threads have stopped spinning and are asleep."""
 
 
 @torch.inference_mode(False)
@@ -43,24 +43,24 @@ def deploy(
 ) -> Deployed:
     """Make a trained sparse model run on sparse kernels. The model itself is not changed.
 
-    Each layer is timed sparse and dense on this machine, and the faster one is used; see `table`. Unknown operations
-    stay in torch. So does a model that keeps a state from call to call, with a warning.
+    Each layer is timed sparse and dense on this machine, and the faster version is used; see `table`. Unknown
+    operations run in torch. A model that keeps a state between calls also runs in torch, with a warning.
 
     Args:
         model: a SparseModel, a module whose pruned weights are zero, or the path of a sparse file or of an ONNX file
-            with zeros. What an ONNX file computes is compared with onnxruntime, if that is installed.
+            with zeros. If onnxruntime is installed, the outputs of an ONNX file are compared with its outputs.
         example: an input, a tuple of positional arguments or a dict of keyword arguments. The model is prepared for its
-            shape; other shapes are prepared when they first come. An ONNX file says the shapes of its inputs, so it
-            needs none; sizes that it leaves open are 1 then.
+            shape; other shapes are prepared at their first call. An ONNX file contains the shapes of its inputs, so it
+            needs no example; its dynamic sizes are then set to 1.
         into: for a file, the model that was saved. Only its code is used; it is not changed.
-        device: "cpu" or "cuda". On a GPU single linear layers are swapped, for the number of samples (tokens) that the
-            example brings them, in the model's own dtype: give the input of a decode step. See `graphed` in
-            `growprune.deployment.cuda`, too.
-        seconds: how long layers may be timed, about; with 0 nothing is timed, and what is sparse runs sparse. On a GPU
-            the kernels are compiled on top of it.
-        whole: False swaps only single layers, which take any shape: for models that are used by other methods than
-            their forward, as in decoding. Use the `module` of what is returned. By default, False for models with a
-            method `generate`.
+        device: "cpu" or "cuda". On a GPU only single linear layers are replaced, in the model's own dtype. They are
+            timed with the number of samples (tokens) in the example, so give the input of a decode step. See also
+            `graphed` in `growprune.deployment.cuda`.
+        seconds: about how long layers may be timed. With 0 nothing is timed, and all sparse layers run sparse. On a
+            GPU, compiling the kernels takes extra time.
+        whole: False replaces only single layers, which take inputs of any shape. Use it for models that are called by
+            other methods than forward, as in decoding, and call the `module` of the result. The default is False for
+            models with a method `generate`.
 
     Examples:
         >>> sparse = SparseModel(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), sparsity=0.9)
@@ -109,7 +109,7 @@ def deploy(
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """Return the device to deploy on. Raise if that is not possible."""
+    """Return the device to deploy on. Raise unless it is "cpu", or "cuda" where torch sees a CUDA device."""
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -124,11 +124,11 @@ def checked_device(device: str | torch.device) -> torch.device:
 
 
 def _load_sparse(path: str | os.PathLike[str], into: nn.Module) -> SparseModel:
-    """Load a file into a copy of the model: in compact storage, so that its sparse weights are never dense."""
+    """Load a file into a copy of the model, in compact storage if possible, so that sparse weights are never dense."""
     blank = blank_copy(into)
     try:
         return file.load(path, blank, storage="compact")
-    except GrowpruneError:  # it may have layers that cannot be compact; other errors are raised again
+    except GrowpruneError:  # some layers cannot be compact; any other error is raised again
         return file.load(path, blank)
 
 
@@ -137,8 +137,8 @@ def load_deployed(folder: str | os.PathLike[str], model: nn.Module, *, seconds: 
     """Load a deployed model from a folder that `Deployed.save` wrote.
 
     Args:
-        folder: the folder.
-        model: the model that was deployed. Only its code is used: its weights may be on the meta device.
+        folder: its path.
+        model: the model that was deployed. Only its code is used, so its weights may be on the meta device.
         seconds: how long layers may be timed if the folder comes from another kind of machine.
     """
     folder = Path(folder)
@@ -167,7 +167,7 @@ def load_deployed(folder: str | os.PathLike[str], model: nn.Module, *, seconds: 
 def _deploy_on_cpu(
     model: nn.Module | SparseModel, example: Example, *, seconds: float, whole: bool, known: Sequence[Row]
 ) -> Deployed:
-    """Do what `deploy` does, with rows that were measured before."""
+    """Deploy a model on the CPU. Layers with a row in `known` are not timed again."""
     skeleton = skeleton_of(model)
     in_torch = ""
     if not skeleton.matrices:
@@ -203,7 +203,7 @@ def _deploy_on_cpu(
             if seconds > 0:
                 deployed_ms, torch_ms = _times(skeleton, swapped, example, seconds / 4)
     known_layers, rows = {row.layer for row in swapped.rows}, [*swapped.rows]
-    for name, matrix in skeleton.matrices.items():  # sparse weights that no part has
+    for name, matrix in skeleton.matrices.items():  # sparse weights that are in no deployed part
         layer = name.removesuffix(".weight")
         if known_layers.isdisjoint((name, layer)):
             shape = f"{matrix.rows}x{matrix.columns}"
@@ -220,7 +220,7 @@ def _deploy_on_cpu(
 def deploy_on_gpu(
     model: nn.Module | SparseModel, example: Example, *, device: torch.device, seconds: float, known: Sequence[Row]
 ) -> Deployed:
-    """Do the same on a GPU, layer by layer. The whole model is not timed: that depends on whether it is `graphed`."""
+    """Deploy a model on a GPU, layer by layer. The whole model is not timed, because it may later be `graphed`."""
     skeleton = skeleton_of(model, for_gpu=True)
     swapped = deploy_linears(skeleton, example, device=device, seconds=seconds, known=known)
     if not swapped.rows:

@@ -1,10 +1,10 @@
-"""What `deploy` returns: a model with deployed parts, which refuses to be copied, moved or trained; and its folder.
+"""The deployed model that `deploy` returns, which cannot be copied, moved or trained, and its folder:
 
     model.safetensors   the weights, a sparse file
-    deployed.json       the table, the choice for each layer, on which machine, and the shape of the example
+    deployed.json       the table, the choice for each layer, the machine, and the shape of the example
 
-A folder contains no code: whoever loads it brings the model's code. Choices are kept on a machine of the same kind, and
-measured again on any other. Nothing in the JSON is trusted.
+A folder contains no code, so loading it needs the model's code. On a machine of the same kind, the choices are kept. On
+any other machine, they are measured again. Nothing in the JSON is trusted.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ DEPLOY_AGAIN = "change the original model and deploy it again, with device='cpu'
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
 FORMAT = 3
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that JSON causes when it was changed."""
+"""Errors that modified JSON can cause."""
 MAX_EXAMPLE_BYTES = 256 << 20
-"""The most bytes of an example whose shapes are read from a file."""
+"""The most bytes of a tensor of the example, when its shape is read from a file."""
 MAX_TILE = 1 << 20
 """The largest number in a tile, such as a cache size or a number of threads."""
 CHOICES = ("sparse", "dense", "torch")
@@ -51,7 +51,7 @@ NAMES: Names = {
     **{f"rows.*.{name}": str for name in ("layer", "shape", "choice")},
     **{"rows.*.sparsity": NUMBER, "rows.*.dense_ms?": NUMBER, "rows.*.sparse_ms?": NUMBER, "rows.*.tile?": dict},
 }
-"""Required names in the JSON, besides its format."""
+"""Required names in the JSON besides `format`, and their types."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Replaced:
     name: str
     part: nn.Module
     module: nn.Module
-    """Its sparse weight may be empty; see `Skeleton.fill_in`."""
+    """Its sparse weights may be empty; see `Skeleton.fill_in`."""
 
 
 @dataclass
 class Swapped:
-    """A module with its parts deployed."""
+    """A module and the parts that were replaced in it."""
 
     module: nn.Module
     rows: list[Row] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Swapped:
 
 
 def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
-    """Refuse copy, deepcopy, pickle and torch.save: kernels are bound to memory that no copy would have."""
+    """Refuse copy, deepcopy, pickle and torch.save, because kernels are bound to memory that a copy does not have."""
     del protocol
     raise GrowpruneError(
         f"{type(module).__name__} is deployed and can be neither copied nor pickled: use deployed.save(folder) and "
@@ -90,10 +90,10 @@ def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
 
 
 def stay_as_made(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Refuse half(), to(), cuda() and the like, unless they would change nothing; then nothing is done."""
+    """Refuse half(), to(), cuda() and similar methods, unless they would change nothing."""
     del recurse
     tensors = itertools.chain(module.parameters(), module.buffers())
-    device = vars(module).get("device", torch.device("cpu"))  # of a Deployed; parts are on the CPU
+    device = vars(module).get("device", torch.device("cpu"))  # a Deployed has one; parts are on the CPU
     for dtype in {tensor.dtype for tensor in tensors if tensor.is_floating_point()} or {torch.float32}:
         try:
             changed = change(torch.empty(0, dtype=dtype, device=device))
@@ -153,13 +153,13 @@ class Deployed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._modules["module"]
-        if not torch.is_grad_enabled():  # to switch it off takes as long as a small layer
+        if not torch.is_grad_enabled():  # switching it off takes as long as a small layer
             return module(*args, **kwargs)
         with torch.no_grad():
             return module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the `generate` method of the module, as transformers models have one."""
+        """Call the `generate` method of the module, which models of transformers have."""
         if not callable(own := getattr(self.module, "generate", None)):
             raise GrowpruneError(
                 "the module that runs has no method generate: deploy a model that has one, with whole=False"
@@ -187,7 +187,7 @@ class Deployed(nn.Module):
         """
         folder, skeleton = Path(folder), self._skeleton
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ABOUT).unlink(missing_ok=True)  # until it is written, the folder is known to be incomplete
+        (folder / ABOUT).unlink(missing_ok=True)  # without this file, the folder is known to be incomplete
         self._swapped.put(deployed=False)
         try:
             parameters = skeleton.module.parameters()
@@ -196,7 +196,7 @@ class Deployed(nn.Module):
         finally:
             self._swapped.put(deployed=True)
         bare.fill_in()
-        if skeleton.matrices:  # as `SparseModel.from_zeros`, however few: what is dense may outweigh the other layers
+        if skeleton.matrices:  # like `SparseModel.from_zeros`, but for any number of zeros
             sparse = SparseModel(bare.module, **{"sparsity": 0.0, "allocation": "global", **self._settings})
             for name, mask in masks_of_zeros(bare.module.get_parameter, sparse.weights, sparse.pattern).items():
                 sparse.stored[name].set_mask(mask)
@@ -226,7 +226,7 @@ class Deployed(nn.Module):
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what a measurement is valid for."""
+    """Return the device, the number of threads and the version of torch that a measurement is valid for."""
     is_gpu = device.type == "cuda"
     model = torch.cuda.get_device_name(device) if is_gpu else cpu_model()
     digest = hashlib.sha256(model.encode()).hexdigest()[:16]
@@ -234,7 +234,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], Table, Example]:
-    """Read the JSON of a folder: its content, its table and its example."""
+    """Read the JSON of a folder. Return its content, its table and its example."""
     path = folder / ABOUT
     if not path.is_file():
         raise GrowpruneError(

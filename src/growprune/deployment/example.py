@@ -18,14 +18,14 @@ from growprune.errors import first_line as first_line
 from growprune.storage.adapters import leaving_masks
 
 TOLERANCE = 1e-5
-"""How far two outputs may differ, relative to the largest number: sums are not always in the same order."""
+"""Largest difference between equal outputs, relative to the largest number, because the order of sums may vary."""
 PARTS = {"_parameters", "_buffers", "_modules"}
-"""Attributes that `restored` does not treat like others: buffers have their own code, deploying changes the rest."""
+"""Attributes that `restored` treats differently: buffers have their own code, and deploying changes the others."""
 
 
 @dataclass
 class Example:
-    """Arguments of a model."""
+    """The arguments of a call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Example:
         return module(*self.args, **self.kwargs)
 
     def outside_inference_mode(self) -> Example:
-        """Return it with normal tensors, as `torch.export` and in-place operations need. Call it outside the mode."""
+        """Return the example with normal tensors, which `torch.export` needs. Call this outside inference mode."""
         return self.mapped(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x)
 
     def mapped(self, change: Any) -> Example:
@@ -59,10 +59,10 @@ class Example:
 
 @contextlib.contextmanager
 def of_the_example() -> Iterator[None]:
-    """Turn any error of a model that is called with the example into one line."""
+    """Turn any error in this context into a GrowpruneError in one line that blames the example."""
     try:
         yield
-    except Exception as error:  # whatever the code of a user does
+    except Exception as error:  # the user's code may raise anything
         raise GrowpruneError(
             f"the model failed on the example ({first_line(error, 600)}): give an input of a shape and dtype that it "
             f"takes"
@@ -91,12 +91,12 @@ def first_inputs(module: nn.Module, example: Example) -> dict[str, Example]:
 def keeps_state(module: nn.Module, example: Example) -> bool:
     """True if a model gives another output when it is called again with the same input and random numbers.
 
-    The call is made on a copy, which shares the parameters, so that sparse weights stay compact.
+    The calls use a copy that shares the parameters, so that sparse weights stay compact.
     """
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copied, outputs = copy.deepcopy(module, memo | leaving_masks(module)).eval(), []
     for _ in range(2):
-        # some models write to their input; what is no tensor may hold some, such as a cache
+        # some models write to their input, and objects such as a cache may hold tensors
         again = example.mapped(lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x))
         with of_the_example(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -117,7 +117,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore buffers and attributes of the modules afterwards, and what they hold."""
+    """Restore the buffers and attributes of the modules afterwards, and the contents of both."""
     kept = [
         (module, {name: value for name, value in vars(module).items() if name not in PARTS}, dict(module._buffers))
         for module in modules

@@ -14,7 +14,7 @@ from growprune.deployment.cuda.products import Tile as GpuTile
 WIDTH, MOST_ROWS = 80, 24
 """The width of a printed table, and the number of rows above which similar layers share one."""
 MOST_SHOWN, MOST_EACH = 240, 80
-"""The most characters that a printed table spends on what stays in torch: in all, and for each item."""
+"""The most characters in a printed table for the parts that stay in torch: in total, and for each part."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Table(Sequence[Row]):
 
     rows: tuple[Row, ...]
     deployed_ms: float | None = None
-    """The whole model on the example; None if it was not measured."""
+    """The time of the whole model on the example, or None if it was not measured."""
     torch_ms: float | None = None
     in_torch: tuple[str, ...] = ()
     """Operations and modules that stay in torch."""

@@ -54,7 +54,7 @@ class _InPlaceOf(nn.Module):
 
     def _plan(self, key: object, make: Callable[[], Any]) -> Any:
         if key not in self.plans:
-            with torch.inference_mode(False), torch.no_grad():  # its memory is written to in any mode later
+            with torch.inference_mode(False), torch.no_grad():  # later calls write to its memory in any mode
                 self.plans[key] = make()
             if len(self.plans) > MOST_PLANS:
                 self.plans.popitem(last=False)
@@ -70,7 +70,7 @@ class Part(_InPlaceOf):
         self._skeleton, self._known = skeleton, {row.layer: row for row in known}
 
     def plan(self, example: Example) -> Swapped:
-        """Make the first plan. Raises NotTraceable."""
+        """Make the first plan. Raise NotTraceable if the module cannot be traced."""
         program, rows, in_torch = self._compile(example, self._seconds)
         self.plans[_key(example)], self._known = program, {row.layer: row for row in rows}
         return Swapped(self, rows, in_torch)
@@ -105,9 +105,9 @@ class Part(_InPlaceOf):
             return None
 
     def _compile(self, example: Example, seconds: float) -> tuple[Program, list[Row], list[str]]:
-        """Trace, fold, fuse, lower, choose and bind.
+        """Compile the module to a program: trace, fold, fuse, lower, choose layers and bind.
 
-        Returns the program, the rows of its layers, and its operations that stay in torch.
+        Return the program, the rows of its layers, and its operations that stay in torch.
         """
         skeleton, traced = self._skeleton, trace(self.__dict__["_module"], example)
         parameters = {id(p): name for name, p in skeleton.module.named_parameters()}
@@ -125,7 +125,7 @@ class Part(_InPlaceOf):
 
 
 def _key(example: Example) -> object:
-    """Return what a plan depends on."""
+    """Return everything that a plan depends on: shapes and dtypes, other arguments, and the number of threads."""
     if example.is_plain:
         return *((x.shape, x.dtype) for x in example.args), torch.get_num_threads()
     leaves, spec = pytree.tree_flatten((example.args, example.kwargs))
@@ -134,7 +134,7 @@ def _key(example: Example) -> object:
 
 
 class LinearPart(_InPlaceOf):
-    """A single Linear (or Conv1D of transformers) for any number of tokens, which is rounded up to one of few."""
+    """A single Linear (or Conv1D of transformers) for any number of tokens, with plans for rounded numbers."""
 
     def __init__(
         self, module: nn.Module, name: str, skeleton: Skeleton, *, seconds: float, known: Sequence[Row]
@@ -148,7 +148,7 @@ class LinearPart(_InPlaceOf):
         }
         """Rows by the number of columns and threads, including those of dropped plans."""
         self.is_timed = True
-        """True until the model is deployed: no request waits for measurements."""
+        """True until the model is deployed, so that no later call waits for measurements."""
         self.rows: list[Row] = []
         """The choices made during deployment. Later shapes take the choice of the nearest shape, untimed."""
 
@@ -187,7 +187,7 @@ class LinearPart(_InPlaceOf):
 
 
 def rounded(columns: int) -> int:
-    """Round a number of columns up to one of few, for which plans are made.
+    """Round a number of columns up to one of the few numbers that get a plan.
 
     >>> [rounded(n) for n in (1, 3, 8, 9, 33, 70, 300)]
     [1, 4, 8, 16, 48, 80, 320]
@@ -207,14 +207,14 @@ def deploy_parts(
     by_layer: bool = False,
     reasons: Sequence[str] = (),
 ) -> Swapped:
-    """Replace the largest parts that can be deployed, or single layers, of a model that cannot be deployed as a whole.
+    """Replace the largest parts of a model that can be deployed, or only its single layers (`by_layer`).
 
-    The module gets its dense weights back, because other code may use what is inside the parts.
+    The module gets its dense weights back, because other code may use modules inside the parts.
     """
     skeleton.fill_in()
     inputs, share = first_inputs(skeleton.module, example), seconds / max(1, len(skeleton.matrices))
     swapped, taken = Swapped(skeleton.module, in_torch=[*reasons]), list[str]()
-    for path, child in list(skeleton.module.named_modules())[1:]:  # each module before those inside it
+    for path, child in list(skeleton.module.named_modules())[1:]:  # a module comes before the modules inside it
         num_weights = sum(weight.startswith(f"{path}.") for weight in skeleton.matrices)
         is_layer, is_inside = f"{path}.weight" in skeleton.matrices, path.startswith(tuple(taken))
         if not num_weights or path not in inputs or is_inside or (by_layer and not is_layer):

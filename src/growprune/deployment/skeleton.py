@@ -1,4 +1,4 @@
-"""A model without its sparse weights: the code that is traced, and the weights as matrices beside it.
+"""A model without its sparse weights, which is traced for its code, and the weights as separate matrices.
 
 Nothing here shares memory with the original model, which is not changed.
 """
@@ -35,7 +35,7 @@ class Skeleton:
     """The sparse weights, by the name of their parameter."""
 
     transposed: frozenset[str] = frozenset()
-    """The names of those that the module stores as (in, out)."""
+    """The names of the sparse weights that the module stores as (in, out)."""
 
     def dense_weight(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return a sparse weight as a dense tensor, in the shape of its layer."""
@@ -48,7 +48,7 @@ class Skeleton:
         """Give the module its dense weights, for the parts that stay in torch."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name in self.matrices:
-            parameter = parameters.get(name)  # none if its module was replaced, which then has its weights
+            parameter = parameters.get(name)  # None if its module was replaced by a part with the weights
             if parameter is not None and parameter.stride() == (0,) * parameter.dim():
                 parameter.data = self.dense_weight(name, parameter.shape).to(parameter.device, parameter.dtype)
 
@@ -71,7 +71,7 @@ def skeleton_of(model: nn.Module | SparseModel, *, for_gpu: bool = False) -> Ske
     """Split a model into its code and its sparse weights. Zeros of a plain model count as pruned.
 
     Args:
-        for_gpu: take only linear layers with weights of their own, of any dtype that decodes, in blocks of 1 x 1.
+        for_gpu: take only linear layers with unshared weights, in a dtype of the GPU kernels, in blocks of 1 x 1.
     """
     sparse, module = model if isinstance(model, SparseModel) else None, module_of(model)
     groups: dict[str, list[Weight]] = {}
@@ -103,7 +103,7 @@ def skeleton_of(model: nn.Module | SparseModel, *, for_gpu: bool = False) -> Ske
 def _matrix(
     module: nn.Module, local: str, weights: list[Weight], sparse: SparseModel | None, for_gpu: bool
 ) -> SparseMatrix:
-    """Return a parameter of a module, in either storage. Without a SparseModel, its zeros count as pruned."""
+    """Return a parameter in either storage as a matrix. Without a SparseModel, its zeros count as pruned."""
     values, layout = module._parameters[local], layouts_of(module).get(local)
     assert values is not None
     if layout is not None:
@@ -127,14 +127,14 @@ def blank_copy(module: nn.Module) -> nn.Module:
 
 
 def _copied_with(module: nn.Module, replaced: Mapping[str, nn.Parameter]) -> nn.Module:
-    """Return a plain copy of a model with other parameters of these names. Its own parameters are not copied."""
+    """Return a plain copy of a model in which these parameters are replaced. Replaced parameters are not copied."""
     parameters = dict(module.named_parameters())
     memo: dict[int, Any] = {id(parameters[name]): parameter for name, parameter in replaced.items()}
     bare: nn.Module = copy.deepcopy(module, memo | leaving_masks(module))
     for name in replaced:
         path, _, local = name.rpartition(".")
         if layouts := layouts_of(bare.get_submodule(path)):
-            layouts[local] = None  # it holds nothing that could be made dense
+            layouts[local] = None  # replaced values are not in this layout
     for part in bare.modules():
         if layouts_of(part):
             make_plain(part)

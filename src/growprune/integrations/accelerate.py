@@ -1,4 +1,4 @@
-"""Sparse training in a loop of your own with accelerate.
+"""Sparse training in your own loop with accelerate.
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 sparsifier = gp.sparsify(model, optimizer, sparsity=0.9, iterations=epochs * len(loader))

@@ -22,10 +22,10 @@ from growprune.training.sparsifier import Sparsifier
 
 
 class SparseCallback:
-    """A callback of a trainer that makes a model sparse: a Sparsifier, figures to log, and copies of the model."""
+    """Base class of callbacks that make a model sparse, log its figures, and keep copies of it sparse."""
 
     _has_bare_copies = False
-    """True if an attribute of the model's own class in another callback counts as a copy. It may also be a teacher."""
+    """True if an attribute of another callback that has the model's class is a copy. Elsewhere it may be a teacher."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class SparseCallback:
         self._sparsifier: Sparsifier | None = None
         self._added_copies: list[nn.Module] = []
         self._num_changes = -1
-        """How many changes of masks there had been when copies were masked last."""
+        """The number of mask changes when copies were last masked."""
         self._log_layers = log_layers
         self._figures: Figures | None = None
 
@@ -83,7 +83,7 @@ class SparseCallback:
     def add_copy(self, copy: nn.Module) -> None:
         """Keep a copy of the model, such as a moving average, as sparse as the model itself.
 
-        An average over an edit has the live weights of both masks. So copies are masked after each edit, and after each
+        An average across an edit has the weights of both masks. So copies are masked after each edit, and after each
         step of a rule that changes masks, such as DeepR's. Copies that a callback keeps as an attribute are found
         automatically: `AveragedModel`, timm's `ModelEmaV3`, and in Lightning also a plain copy, as in
         `StochasticWeightAveraging`.
@@ -93,10 +93,10 @@ class SparseCallback:
         self._num_changes = -1
 
     def _copies(self, owners: Iterable[object]) -> list[nn.Module]:
-        """Return the added copies, and modules that are like the model: of its class, with the same names.
+        """Return the added copies, and modules with the class and the parameter names of the model.
 
         Args:
-            owners: what may have copies as attributes.
+            owners: objects that may have copies as attributes.
         """
         model, names = self.sparse.model, {weight.parameter for weight in self.sparse.weights}
         values = [value for owner in owners for value in vars(owner).values() if isinstance(value, nn.Module)]
@@ -114,7 +114,7 @@ class SparseCallback:
             )
 
     def _mask_copies(self, owners: Iterable[object]) -> None:
-        """If masks have changed, by an edit or by a rule, make all copies as sparse as the model is."""
+        """If masks have changed, by an edit or by a rule, make all copies as sparse as the model."""
         if self.sparse.num_mask_changes != self._num_changes:
             self._check_copies(owners)
             for copy in self._copies(owners):
@@ -133,10 +133,10 @@ class SparseCallback:
             raise
 
     def _check_place(self, total: int, step: int, remedy: Callable[[int], str]) -> None:
-        """Raise unless the trainer continues at the place of the plan.
+        """Raise unless the trainer and the plan have the same number of steps and are at the same step.
 
         Args:
-            total, step: the optimizer steps that the trainer makes, and those that it has made.
+            total, step: the optimizer steps that the trainer makes in total, and has made so far.
             remedy: returns the setting of the trainer for a training of a given number of steps.
         """
         steps, done = self.sparsifier.lengths[0], self.cursor.iteration
@@ -175,7 +175,7 @@ class SparseCallback:
 
 
 def check_saved(saved: Mapping[str, Any], settings: Settings) -> None:
-    """Raise unless a saved state has this storage, on which the optimizer state of a trainer depends."""
+    """Raise unless a saved state has the storage in `settings`, because the optimizer state depends on it."""
     check_state(saved, "settings")
     storage = saved["settings"].get("storage")
     if storage != settings.storage:
@@ -189,8 +189,8 @@ def check_saved(saved: Mapping[str, Any], settings: Settings) -> None:
 def scoring(by: By) -> Iterator[None]:
     """A context for losses that are computed before the first step, for an edit by gradient.
 
-    It restores the random numbers, so that the training draws what it would have drawn anyway. GraSP differentiates
-    twice, which the fast kernels of attention cannot.
+    It restores the random number generators, so that training draws the same numbers as without scoring. GraSP
+    differentiates twice, which the fast kernels of attention do not support.
     """
     if by is By.GRASP and is_replicated():
         raise GrowpruneError(
@@ -205,7 +205,7 @@ def scoring(by: By) -> Iterator[None]:
 def call_first(owner: Any, method: str, first: Callable[..., None]) -> None:
     """Call a function before a method of an object, with the same arguments; `del` of the attribute undoes it."""
     own = getattr(type(owner), method, None)
-    if own is None:  # nothing would ever call the function
+    if own is None:  # nothing would call the function
         raise GrowpruneError(
             f"{type(owner).__name__} has no method {method}: install a version of the trainer that growprune supports"
         )
@@ -247,10 +247,10 @@ class Figures:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._masks, self.last = state["masks"], state["last"]
-        self._num_changes = -1  # another count than that of this process: compare
+        self._num_changes = -1  # the saved count is from another process, so compare masks
 
     def read(self) -> dict[str, float]:
-        """Return sparsity, live weights, phase, and churn: the share of live weights that the last reading had dead."""
+        """Return sparsity, live weights, phase, and churn: the fraction of live weights that were pruned last time."""
         sparse, born = self._cursor.sparse, 0
         if sparse.num_mask_changes != self._num_changes:
             before, self._masks, self._num_changes = self._masks, sparse.packed_masks(), sparse.num_mask_changes

@@ -1,7 +1,7 @@
 """growprune's state in the checkpoint folders of accelerate and of the Trainer of transformers.
 
-The Trainer writes its files one after the other, its own state last, and takes the folder with the highest number for
-the last checkpoint, complete or not. Our state is written as a whole, just before the Trainer's own.
+The Trainer writes its files one after the other, and its own state last. It resumes from the folder with the highest
+number, even if it is incomplete. Our state is written as a whole, just before the Trainer's own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from growprune.plan import Part
 FOLDER = "growprune"
 """The folder of our state, in the folder of a checkpoint."""
 NAME = "00000000"
-"""The name of the only state in it: a number of `files.checkpoint`."""
+"""The name of the only state in that folder, a number as in `files.checkpoint`."""
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Add a state to a trainer's checkpoint."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # from an earlier training; its weights are overwritten, too
     save(folder / FOLDER, int(NAME), state)
 
 
@@ -62,7 +62,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 def _is_finished(folder: Path) -> bool:
     try:
         json.loads((folder / "trainer_state.json").read_text())
-    except (OSError, ValueError):  # the file that the Trainer writes last is not there, or breaks off
+    except (OSError, ValueError):  # the file that the Trainer writes last is missing or incomplete
         return False
     return has_state(folder)
 
@@ -70,8 +70,8 @@ def _is_finished(folder: Path) -> bool:
 def left_out(model: nn.Module, folder: Path) -> Part:
     """Return the parameters that the Trainer would not load from its checkpoint.
 
-    It saves experts under names that it does not find again (transformers 5.22, issue 48805), and of a model with
-    adapters only these.
+    It saves experts under names that it does not find again (transformers 5.22, issue 48805). For a model with
+    adapters, it saves only the adapters.
     """
     first = first_names(model)
     saved = set()

@@ -45,19 +45,19 @@ class GrowPrune(SparseCallback, Callback):
     """
 
     _has_bare_copies = True
-    """The copy of StochasticWeightAveraging is one."""
+    """StochasticWeightAveraging keeps such a copy."""
     _max_epochs: int | None = None
     _loaded: Mapping[str, Any] | None = None
     """The state in a loaded checkpoint, until training begins."""
     _first_batch: Any = None
     _schedules: Schedules
     _position, _num_edits, _num_edits_validated = -1, 0, -1
-    """The phase and the edits that copies and schedules follow, and the edits of the last validation."""
+    """The phase that schedules follow, the number of edits that copies follow, and its value at the last validation."""
 
     # Before training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse unsupported trainers before anything is changed. Other modules may be validated, tested or predict."""
+        """Refuse unsupported trainers before anything is changed. Other modules may still be validated or tested."""
         if self._is_elsewhere(pl_module) and stage != "fit":
             return
         check_trainer(trainer, pl_module, self.settings.storage)
@@ -67,18 +67,18 @@ class GrowPrune(SparseCallback, Callback):
             )
         self._max_epochs = trainer.max_epochs  # before SWA adds an epoch for batch norms
         self._loaded = None
-        # the module hears of a checkpoint before its weights are loaded, which must agree with the masks
+        # this hook of the module runs before its weights are loaded, which must fit the masks
         call_first(pl_module, "on_load_checkpoint", functools.partial(self._load_masks, trainer, pl_module))
 
     def _is_elsewhere(self, module: LightningModule) -> bool:
-        """True if the Trainer validates, tests or predicts with another module than the one that was trained."""
+        """True if the Trainer runs another module than the one that this callback has made sparse."""
         return self._sparsifier is not None and self.sparse.model is not module
 
     def _load_masks(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Load our state. Lightning loads weights, and creates and loads optimizers, after it, so that they fit."""
+        """Load our state before Lightning loads weights and creates or loads optimizers, so that they fit the masks."""
         state, is_fitting = checkpoint.get("callbacks", {}).get(self.state_key), trainer.state.fn == "fit"
         if not state:
-            if is_fitting and checkpoint["global_step"] > 0:  # else it is what a finder goes back to
+            if is_fitting and checkpoint["global_step"] > 0:  # at step 0, a finder restores its own checkpoint
                 raise GrowpruneError(
                     f"{trainer.ckpt_path} has no state of GrowPrune, so it cannot be resumed: to start from its "
                     f"weights, load them into the module and call fit without ckpt_path"
@@ -95,12 +95,12 @@ class GrowPrune(SparseCallback, Callback):
         self._loaded = state
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the schedules. By now the checkpoint's model is loaded, but not its optimizers and loops."""
+        """Record the schedules. By now, the checkpoint's model is loaded, but not its optimizers and loops."""
         self._schedules = Schedules(trainer)
         self._restore_random_numbers(trainer)
 
     def _restore_random_numbers(self, trainer: Trainer) -> None:
-        if self._loaded is not None and trainer.world_size == 1:  # replicas have only those of the first
+        if self._loaded is not None and trainer.world_size == 1:  # only the first replica's are saved
             set_rng_state(self._loaded["rng"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,15 +115,15 @@ class GrowPrune(SparseCallback, Callback):
             self._check_copies(callbacks_of(trainer))
             if not self._scores_first:
                 self._begin(trainer)
-        # the first, so that others find what it logs; a new list, since the old one is being called
-        untyped: Any = trainer  # whose class does not declare its callbacks
+        # put this callback first, so that others find what it logs, in a new list, because the old one is in use
+        untyped: Any = trainer  # the class Trainer does not declare its callbacks
         untyped.callbacks = [self, *(other for other in callbacks_of(trainer) if other is not self)]
         for judge, method in judging(trainer):
             call_only_if(functools.partial(self._is_to_judge, trainer), judge, method)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
-            self._restore_random_numbers(trainer)  # the loader's iterator, made again, drew one
+            self._restore_random_numbers(trainer)  # creating the loader's iterator again drew one
         self._loaded = None
-        vars(pl_module).pop("on_load_checkpoint", None)  # it would not be pickled
+        vars(pl_module).pop("on_load_checkpoint", None)  # it cannot be pickled
 
     def _make(self, trainer: Trainer, pl_module: LightningModule, *optimizers: Any, **how: Any) -> Sparsifier:
         how |= {"remedy": functools.partial(remedy, trainer, how.get("iterations_per_epoch"))}
@@ -139,9 +139,9 @@ class GrowPrune(SparseCallback, Callback):
         self.sparsifier.begin(sorted(trainer.optimizers, key=lambda one: bool(self.sparse.trained_by(one))))
         if self._figures is None or self._loaded is None:
             self._figures = Figures(self.cursor, by_weight=self._log_layers)
-        self._position = self.cursor.position  # whose schedule has just begun, or was loaded
+        self._position = self.cursor.position  # its schedule has just begun, or was loaded
         self._follow_edits(trainer)
-        if not self._figures.last:  # else the checkpoint has what was read last
+        if not self._figures.last:  # else the checkpoint contains the last figures
             self._figures.read()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -170,7 +170,7 @@ class GrowPrune(SparseCallback, Callback):
         with scoring(by):
             sparse.score(by, [loss])
 
-    # While it trains
+    # During training
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -179,7 +179,7 @@ class GrowPrune(SparseCallback, Callback):
         assert self._figures is not None
         total = self.cursor.num_iterations
         if pl_module.automatic_optimization and trainer.global_step >= total and not self.cursor.is_over:
-            self.cursor.advance(total)  # some steps were skipped by a gradient scaler: do the edits left
+            self.cursor.advance(total)  # a gradient scaler skipped steps: make the remaining edits
         entered = self.cursor.schedule[self._position + 1 : self.cursor.position + 1]
         if any(scheduled.phase.restart for scheduled in entered) and not self.cursor.is_over:
             self._schedules.restart(trainer)
@@ -198,12 +198,12 @@ class GrowPrune(SparseCallback, Callback):
         return is_edited or (self.cursor.rule is not None and trainer.global_step % every == 0)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note which masks are being validated."""
+        """Record which masks are validated."""
         if not trainer.sanity_checking and self._sparsifier is not None and not self._is_elsewhere(pl_module):
             self._num_edits_validated = self.sparse.editor.num_edits
 
     def _is_to_judge(self, trainer: Trainer) -> bool:
-        """True if the model is at its target sparsity, and its last validation was with the masks that it has."""
+        """True if the model is at its target sparsity, and its last validation used its current masks."""
         is_stale = trainer.enable_validation and self._num_edits_validated != self.sparse.editor.num_edits
         return self.sparse.is_at_target and not is_stale
 
@@ -214,7 +214,7 @@ class GrowPrune(SparseCallback, Callback):
         return {**self._state(), "num_edits_validated": self._num_edits_validated}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the random numbers, which Lightning does not keep."""
+        """Add the state of the random number generators, which Lightning does not save."""
         if self._sparsifier is not None:
             checkpoint["callbacks"][self.state_key] |= {"rng": rng_state(), "is_mid_epoch": not trainer.is_last_batch}
 
@@ -234,13 +234,13 @@ class GrowPrune(SparseCallback, Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove our changes of the module and of other callbacks."""
+        """Remove our changes to the module and to other callbacks."""
         vars(pl_module).pop("on_load_checkpoint", None)
         for judge, method in judging(trainer):
             vars(judge).pop(method, None)
 
 
-# What the callback asks the Trainer
+# Checks and properties of the Trainer
 
 
 def check_trainer(trainer: Trainer, module: LightningModule, storage: str) -> None:
@@ -275,11 +275,11 @@ def check_trainer(trainer: Trainer, module: LightningModule, storage: str) -> No
 
 
 def lengths_of(trainer: Trainer, max_epochs: int | None, settings: Settings) -> tuple[int, int | None]:
-    """Return how many optimizer steps a trainer makes, in all and in an epoch.
+    """Return how many optimizer steps a trainer makes, in total and in an epoch.
 
     Args:
-        max_epochs: as the user said.
-        settings: where the module steps by itself, their `iterations` say how often.
+        max_epochs: as the user gave it.
+        settings: with manual optimization, their `iterations` give the number of steps.
     """
     batches = trainer.num_training_batches
     per_epoch = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
@@ -309,7 +309,7 @@ def remedy(trainer: Trainer, per_epoch: int | None, iterations: int) -> str:
 
 
 def callbacks_of(trainer: Any) -> list[Callback]:
-    return list(trainer.callbacks)  # which its class does not declare
+    return list(trainer.callbacks)  # the class Trainer does not declare them
 
 
 def judging(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
@@ -342,7 +342,7 @@ class Schedules:
             )
 
     def restart(self, trainer: Trainer) -> None:
-        """Restore all schedules and settings. The cursor empties the optimizers' state.
+        """Restore all schedules and settings. The cursor clears the optimizers' state.
 
         Schedules that another callback has replaced, as StochasticWeightAveraging does, stay as they are.
         """

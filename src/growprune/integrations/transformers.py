@@ -5,8 +5,8 @@
     trainer.train()                         # or train(resume_from_checkpoint=last_checkpoint(folder))
     print(callback.sparse.summary())
 
-Each of the Trainer's checkpoints has the state of the masks and of the plan in a folder `growprune`, as safetensors and
-JSON. Resuming from it is bit-exact. docs/transformers.md has the rest.
+Each checkpoint of the Trainer contains the state of the masks and of the plan in a folder `growprune`, as safetensors
+and JSON. Resuming from it is bit-exact. See docs/transformers.md for more.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
     # Beginning
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse unsupported settings, and take part in loading checkpoints."""
+        """Refuse unsupported settings, and load masks together with checkpoints from now on."""
         self._take_part(calling_trainer())
 
     def _take_part(self, trainer: Any) -> None:
-        """Load masks whenever a Trainer is about to load weights, which must agree with the masks of the model."""
+        """Load masks each time before a Trainer loads weights, because weights must fit the masks of the model."""
         check_trainer(trainer, self.settings.storage)
         call_first(trainer, "_load_from_checkpoint", functools.partial(self._resume, trainer))
         call_first(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
 
     def _resume(self, trainer: Any, folder: str | Path, *_: Any, **__: Any) -> None:
-        """Load our state. The Trainer loads weights and creates or loads its optimizer after it, so that they fit."""
+        """Load our state before the Trainer loads weights and creates or loads its optimizer, so that they fit."""
         self._check_model(trainer.model)
-        self.is_training = False  # an interrupted training does not continue from where it was
+        self.is_training = False  # an interrupted training leaves it True
         saved = read_state(Path(folder), MISSING)
         check_state(saved, "sparsifier", "figures", "left_out")
         check_saved(saved["sparsifier"], self.settings)
@@ -88,7 +88,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         self.sparse.restore(saved["left_out"])
 
     def _take_best(self, trainer: Any) -> None:
-        """Load the masks of the best checkpoint, and what the Trainer does not load."""
+        """Load the masks of the best checkpoint, and the parameters that the Trainer does not load."""
         best = read_state(Path(trainer.state.best_model_checkpoint))
         self.sparse.load_state_dict(best["sparsifier"]["sparse"])
         self.sparse.restore(best["left_out"])
@@ -125,11 +125,11 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             self.sparsifier.begin([optimizer])
         if is_restarting:
             restart_rates(args, trainer.lr_scheduler, self.cursor)
-        if state.global_step == 0:  # else the checkpoint has what was read last
+        if state.global_step == 0:  # else the checkpoint contains the last figures
             self._figures = Figures(self.cursor, by_weight=self._log_layers)
         for stopping in self._stopping():
             call_only_if(lambda: self.sparse.is_at_target, stopping, "on_evaluate")
-        # the first, so that loggers get what it adds, and our `_Last` at the end
+        # put this callback first, so that loggers get its figures, and our `_Last` at the end
         others = [other for other in callbacks if other is not self and not isinstance(other, _Last)]
         callbacks[:] = [self, *others, _Last(self, trainer)]
         state.stateful_callbacks.setdefault(_Last.__name__, {})
@@ -150,17 +150,17 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
     # Training
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse copies that other callbacks have made when the training began."""
+        """Refuse storage="compact" if other callbacks have made copies when the training began."""
         self._check_copies(self._others)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Finish the plan at the last step, if a gradient scaler has skipped some. Let copies follow edits."""
+        """Finish the plan at the last step, if a gradient scaler has skipped steps. Mask copies after edits."""
         if not self.cursor.is_over and state.global_step >= state.max_steps:
             self.cursor.advance(self.cursor.num_iterations)
         self._mask_copies(self._others)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add figures to what is logged of the training."""
+        """Add our figures to the logs of the training."""
         if self._figures is not None and logs is not None and "loss" in logs:
             figures = self._figures.read()
             logs.update(figures)
@@ -185,7 +185,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
 
 
 class _Last(TrainerCallback, ExportableState):
-    """The last callback: others see the true metric, and the Trainer asks it for a state with each checkpoint."""
+    """The last callback, so that others see the true metric. The Trainer asks it for a state at each checkpoint."""
 
     def __init__(self, callback: GrowPruneCallback | None = None, trainer: Any = None) -> None:
         self._callback, self._trainer = callback, trainer
@@ -204,7 +204,7 @@ class _Last(TrainerCallback, ExportableState):
         """Add our state to the checkpoint that is being written.
 
         The Trainer asks for states before it writes the file that completes a checkpoint, and before it deletes older
-        checkpoints. It also asks when a training begins; then it neither saves nor stops.
+        checkpoints. It also asks when a training begins, but it neither saves nor stops then.
         """
         if self._callback is not None and self._callback.is_training:
             control, state = self._trainer.control, self._trainer.state
@@ -214,14 +214,14 @@ class _Last(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {}}
 
 
-# What the callback asks the Trainer
+# Checks and properties of the Trainer
 
 
 def calling_trainer() -> Trainer:
     """Return the Trainer whose method calls the function that calls this one, through any number of others.
 
     The Trainer of transformers (5.22) passes to callbacks neither itself nor anything that refers to it. But masks must
-    be loaded before the weights of a checkpoint, and no event comes before those. So this looks at the functions that
+    be loaded before the weights of a checkpoint, and no event comes before them. So this looks at the functions that
     call it, once when a Trainer is made, and once when it begins to train.
     """
     frame = inspect.currentframe()
@@ -274,7 +274,7 @@ def score(trainer: Any, loader: Any, sparse: SparseModel, by: By) -> None:
     sparse.model.train()
     count = trainer.args.gradient_accumulation_steps
     with scoring(by):
-        # as a plain loader: accelerate's own keeps count of who iterates over it
+        # iterate as over a plain DataLoader, because accelerate's own keeps track of its iterators
         batches = DataLoader.__iter__(loader) if isinstance(loader, DataLoader) else iter(loader)
         first, num_items = trainer.get_batch_samples(batches, count, trainer.args.device)
         sparse.score(by, [functools.partial(loss, batch) for batch in first])
@@ -296,12 +296,12 @@ def remedy(args: Any, per_epoch: int | None, steps: int) -> str:
     return f"TrainingArguments(max_steps={steps})"
 
 
-# Learning rates: each phase that restarts has the whole schedule
+# Learning rates: each phase that restarts gets a whole schedule
 
 
 def restart_rates(args: Any, scheduler: Any, cursor: Cursor) -> None:
     """Give each phase that restarts the rates a whole schedule, which lasts until the next such phase."""
-    bounds, step = [0], 0  # where the schedule begins; last, where the plan ends
+    bounds, step = [0], 0  # the steps where the schedule begins, and the end of the plan
     for scheduled in cursor.schedule:
         bounds += [step] if scheduled.phase.restart and step > bounds[-1] else []
         step += cursor.length_of(scheduled.phase)

@@ -16,9 +16,9 @@ from growprune.errors import GrowpruneError, warn
 
 
 class BadRecords:
-    """Skips bad records with a warning, and raises when there are more than `limit`.
+    """Skip bad records with a warning, and raise when there are more than `limit`.
 
-    The first ten are named, then every tenth, hundredth and so on.
+    The first ten are reported, then every tenth up to 100, every hundredth up to 1000, and so on.
 
     Args:
         source: where the records are, for the message.
@@ -47,7 +47,7 @@ class BadRecords:
 
 
 def find(root: str, relative: str, *, layout: str) -> Path:
-    """The path of a required file or folder in the data folder. Raise if it is missing.
+    """Return the path of a required file or folder in the data folder. Raise if it is missing.
 
     Args:
         root: the data folder, as given with `--data`.

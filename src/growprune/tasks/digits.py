@@ -81,7 +81,7 @@ def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 
 @functools.cache
 def _load() -> dict[str, tuple[Tensor, Tensor]]:
-    """Images in [0, 1] and labels: 1,197 for training, 200 for validation, 400 for test, the same in every run."""
+    """Return images in [0, 1] and labels: 1,197 for training, 200 for validation, 400 for test, always the same."""
     datasets = need("sklearn.datasets", "digits", "the task digits needs scikit-learn")
     images, labels = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))

@@ -35,7 +35,7 @@ BLANK = np.zeros((1, 1, 3), dtype=np.uint8)
 
 
 class Pictures(NamedTuple):
-    """Some images in one tensor, each in the upper left corner. What is not read, and padding, is black."""
+    """Some images in one tensor, each in the upper left corner. Padding, and images that are not read, are black."""
 
     pixels: Tensor
     """uint8, (B, H, W, 3)"""
@@ -57,7 +57,7 @@ class ImageTask(Task):
         return task
 
     def _used(self, batch_size: int) -> Array:
-        """A mask of the images of a batch that this replica uses."""
+        """Return a mask of the images of a batch that this replica uses."""
         index, count = self._replica
         mask: Array = np.arange(batch_size) % count == index
         return mask
@@ -69,7 +69,7 @@ class UnreadableImage(GrowpruneError):
 
 @contextlib.contextmanager
 def opened(file: Path | IO[bytes], extra: str) -> Iterator[Any]:
-    """Open an image with Pillow. In this context, errors of a file that is broken or no image are UnreadableImage.
+    """Open an image with Pillow. In this context, a broken file, or one that is not an image, raises UnreadableImage.
 
     Args:
         extra: the extra of growprune that installs Pillow.
@@ -103,7 +103,7 @@ def read(
 
     Args:
         used: returns a mask of the images of a batch that are needed, from its size. By default, all are.
-        size: height and width that the tensors have at least.
+        size: minimum height and width of the tensors.
     """
     masks = [np.ones(len(batch), dtype=bool) if used is None else used(len(batch)) for batch in batches]
     wanted = [list(zip(batch.tolist(), mask.tolist(), strict=True)) for batch, mask in zip(batches, masks, strict=True)]

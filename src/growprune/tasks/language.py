@@ -67,16 +67,16 @@ class Language(Task):
         return GPT(self)
 
     def narrower(self) -> Sequence[Task]:
-        """The task with smaller `d_model`, a multiple of the same number of heads. `ffn` keeps its ratio."""
+        """Return the task with smaller `d_model`, a multiple of the same number of heads. `ffn` keeps its ratio."""
         return with_channels(self, "d_model", self.heads, "ffn")
 
     def example(self) -> Tensor:
-        """A piece of `context` tokens."""
+        """Return a piece of `context` tokens."""
         return torch.zeros(1, self.context, dtype=torch.int64)
 
     def num_batches(self) -> int:
         size = len(load(self.data, self.vocab_size)[0]["train"])
-        found = (size - self.context) // self.context // self.batch_size  # full at any offset
+        found = (size - self.context) // self.context // self.batch_size  # batches that are full at any offset
         if found < 1:
             raise GrowpruneError(
                 f"{self.data} has {size} tokens for training (90 %), but a batch needs "
@@ -116,7 +116,7 @@ class Language(Task):
         bytes_of = load(self.data, self.vocab_size)[1]
         num_bytes = int(torch.bincount(text[1:].long().cpu(), minlength=len(bytes_of)) @ bytes_of)
         bits = float(total) / num_bytes / math.log(2)
-        perplexity = math.exp(nats) if nats < 709 else math.inf  # which math.exp raises for
+        perplexity = math.exp(nats) if nats < 709 else math.inf  # math.exp would raise
         return {"bits_per_byte": bits, "loss": nats, "perplexity": perplexity}
 
 
@@ -233,14 +233,14 @@ class Attention(nn.Module):
         self.out = Linear(task.d_model, task.d_model, std=last_std(task))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)"""
+        """Compute the attention output, (B, T, C) -> (B, T, C)."""
         q, k, v = (self._split(layer(x)) for layer in (self.q, self.k, self.v))
         dropout = self.attention_dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, H, T, D)"""
+        """Split channels into heads, (B, T, C) -> (B, H, T, D)."""
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
 

@@ -40,11 +40,11 @@ class Task(ABC):
 
     @abstractmethod
     def example(self) -> Any:
-        """An input of the model with batch size 1, for counting FLOPs."""
+        """Return an input of the model with batch size 1, for counting FLOPs."""
 
     @abstractmethod
     def num_batches(self) -> int:
-        """The number of batches of an epoch. It is called first, so raise errors about the data here.
+        """Return the number of batches of an epoch. It is called first, so raise errors about the data here.
 
         It may be called often, so cache slow work.
         """
@@ -62,7 +62,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch. It must be a mean over examples, so that batches can be split."""
+        """Return the loss of a batch. It must be a mean over examples, so that batches can be split."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
@@ -79,18 +79,18 @@ class Task(ABC):
         method()
 
     def narrower(self) -> Sequence[Task]:
-        """The same task with narrower models, the narrowest first. The last is the task itself.
+        """Return the same task with narrower models, the narrowest first. The last is the task itself.
 
         Comparisons choose small dense models from it. The default is for a model without a width.
         """
         return [self]
 
     def weigh(self, batch: Any) -> int | Tensor:
-        """Weight of a batch in gradient accumulation: the number of examples (or tokens) its loss is a mean over."""
+        """Return the weight of a batch in gradient accumulation: how many examples (or tokens) its loss averages."""
         return num_examples(batch) or 1
 
     def for_replica(self, index: int, count: int) -> Task:
-        """The task for replica `index` of `count`.
+        """Return the task for replica `index` of `count`.
 
         If examples are costly to make, its batches may have blank examples, except for numbers index, index + count,
         ... Shapes must stay the same.
@@ -99,7 +99,7 @@ class Task(ABC):
         return self
 
     def files(self) -> dict[str, bytes]:
-        """Files made from the data that the model needs, such as a vocabulary, by file name.
+        """Return files made from the data that the model needs, such as a vocabulary, by file name.
 
         They are stored in the run folder, and must be the same when the run is resumed.
         """
@@ -107,7 +107,7 @@ class Task(ABC):
 
     @property
     def signature(self) -> str:
-        """How the metric is computed, if there are several ways. Stored in `result.json`."""
+        """A description of how the metric is computed, if there are several ways. It is stored in `result.json`."""
         return ""
 
     @property
@@ -127,7 +127,7 @@ def check_fields(task: Task, *, least: Mapping[str, float], rates: Sequence[str]
 
 
 def with_channels(task: Task, name: str, multiple: int = 1, *others: str) -> list[Task]:
-    """The task with every smaller value of `name` that is a multiple of a number. Other sizes keep their ratio."""
+    """Return the task with every smaller multiple of `multiple` as `name`, and the task. `others` keep their ratio."""
     assert dataclasses.is_dataclass(task)
     full = getattr(task, name)
     narrow = range(multiple, full, multiple)
@@ -146,7 +146,7 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def num_examples(batch: Any) -> int:
-    """The number of examples of a batch: the length of its first tensor that has one.
+    """Return the number of examples of a batch: the length of its first tensor that has one.
 
     >>> num_examples((7, {"image": torch.zeros(5, 3)}))
     5
@@ -157,5 +157,5 @@ def num_examples(batch: Any) -> int:
 
 
 def num_cores() -> int:
-    """Number of cores this process may use, which may be fewer than the machine has."""
+    """Return the number of cores this process may use, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

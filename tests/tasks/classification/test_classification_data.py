@@ -181,7 +181,7 @@ def test_a_class_only_val_has_is_an_error(tmp_path: Path, files: list[tuple[byte
         small(data).num_batches()
 
 
-def test_a_class_only_train_has_is_none(tmp_path: Path, files: list[tuple[bytes, int, bool]]) -> None:
+def test_class_that_only_train_has_is_allowed(tmp_path: Path, files: list[tuple[bytes, int, bool]]) -> None:
     data = write_folder(tmp_path, [f for f in files if not (f[2] and f[1] == 1)])
     recorder = Recorder()
     small(data).evaluate(recorder, "test", device=CPU)

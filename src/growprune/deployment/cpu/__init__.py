@@ -2,11 +2,11 @@
 
     native/      the kernels
     library.py   builds them at first use, keeps the library, and calls it
-    matrix.py    a sparse matrix as the kernels want it
-    geometry.py  which columns a layer reads and writes
-    prepared.py  layers and pools, ready to run: on the kernels, or dense in torch
-    tuning.py    which of them is fastest here
+    matrix.py    the sparse matrix format of the kernels
+    geometry.py  the columns that a layer reads and writes
+    prepared.py  layers and pools that are ready to run, on the kernels or dense in torch
+    tuning.py    times layers and chooses the fastest on this machine
 
-Activations are *feature-major*: a matrix with a row for each feature or channel, and a column for each token or, of
-images, for each (image, row, column), `[channels][batch * height * width]`.
+Activations are *feature-major*: a matrix with a row for each feature or channel, and a column for each token. Images
+have a column for each (image, row, column): `[channels][batch * height * width]`.
 """

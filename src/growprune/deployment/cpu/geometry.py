@@ -1,4 +1,4 @@
-"""The columns that a layer reads and writes: the shape of a convolution, a pool or, plainest, a linear layer."""
+"""The columns that a layer reads and writes: the shape of a convolution, a pool or a linear layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Activations `[channels][batch * height * width]` in, `[rows][batch * out_height * out_width]` out."""
+    """Shape of a layer from `[channels][batch * height * width]` to `[rows][batch * out_height * out_width]`."""
 
     channels: int
     batch: int
@@ -21,14 +21,14 @@ class Geometry:
     kernel: Pair = (1, 1)
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
-    """Zeros on either side. Of a pool, places that do not count."""
+    """Zeros on either side. A pool ignores these places."""
     dilation: Pair = (1, 1)
     ceil_mode: bool = False
-    """True if a pool counts windows that overhang the padding at the end."""
+    """True if a pool includes windows that reach beyond the padding at the end."""
 
     @classmethod
     def linear(cls, features: int, columns: int) -> Geometry:
-        """A matrix product with a matrix of `features` rows and `columns` columns.
+        """Return the geometry of a product with a matrix of `features` rows and `columns` columns.
 
         >>> Geometry.linear(512, 64).columns
         64
@@ -43,7 +43,7 @@ class Geometry:
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if each output column is made of the input column of its number, as in a linear layer."""
+        """True if output column i is computed from input column i, as in a linear layer."""
         return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
 
     @cached_property
@@ -70,4 +70,4 @@ class Geometry:
         if not self.ceil_mode or span < 0:
             return span // stride + 1
         length = -(-span // stride) + 1
-        return length - ((length - 1) * stride >= size + padding)  # a window must begin inside, as torch has it
+        return length - ((length - 1) * stride >= size + padding)  # as in torch, no window begins after the input

@@ -1,8 +1,8 @@
-"""The library of kernels: built on the machine that runs it, once for each kind of CPU, and called from Python.
+"""The library of C++ kernels, which is built on the machine that runs it, once for each kind of CPU.
 
-The library is kept in the user's cache folder, under a name that is a digest of everything it depends on: sources,
-compiler, flags, and the CPU. So a library that was built for another CPU is not found, and never run. Processes that
-build it at the same time do the same work, and each puts a whole file in place.
+The library is kept in the user's cache folder. Its name is a digest of everything that it depends on: sources,
+compiler, flags, and the CPU. So a library for another CPU is never loaded. If several processes build it at the same
+time, each one moves a complete file into place.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SOURCES = Path(__file__).parent / "native"
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-pthread"),
     *("-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
-    *("-ffp-contract=fast", "-fno-math-errno"),  # multiply-adds, but NaN and infinity as ever
+    *("-ffp-contract=fast", "-fno-math-errno"),  # allows fused multiply-adds, keeps NaN and infinity
 )
 COMPILERS = ("c++", "g++", "clang++")
-"""Tried in this order where the environment has no CXX."""
+"""Compilers to try, in this order, if the environment variable CXX is not set."""
 SECONDS = 300
-"""How long a compiler may take."""
+"""Time limit for the compiler."""
 
 
 class _Matrix(ctypes.Structure):
@@ -52,7 +52,7 @@ class _Matrix(ctypes.Structure):
 
 
 class _Geometry(ctypes.Structure):
-    """Height and width of the last five are one after the other."""
+    """The C++ struct of a Geometry. Each of the last five fields holds two C++ fields, for height and width."""
 
     _fields_ = (
         *((name, c_int32) for name in ("channels", "batch", "height", "width")),
@@ -61,7 +61,7 @@ class _Geometry(ctypes.Structure):
 
 
 class BoundLayer(ctypes.Structure):
-    """A layer of the library, and x, out and residual: where each begins, and the distance between its rows."""
+    """A layer of the library, and the address and row stride of x, out and residual."""
 
     _fields_ = (
         ("layer", c_void_p),
@@ -71,16 +71,16 @@ class BoundLayer(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is cut up. It changes the speed of a layer and the rounding of its sums, and nothing else."""
+    """How the work of a product is divided. It affects only the speed of a layer and the rounding of its sums."""
 
     lanes: int
-    """Floats in a vector: those of the machine, fewer for few columns, 1 for a single one."""
+    """Floats in a vector: as many as the CPU's registers hold, fewer for few columns, 1 for a single column."""
     vectors: int
     """Vectors in a panel of columns."""
     k_block: int
     """Rows of the input that are packed at once."""
     row_chunks: int
-    """Into how many chunks of rows the matrix is cut for threads; the others share the panels."""
+    """Number of chunks of matrix rows. Threads share the chunks, and the panels of columns in each."""
     threads: int
 
 
@@ -89,7 +89,7 @@ class TileStruct(ctypes.Structure):
 
 
 class Library:
-    """The functions of the library, with their types."""
+    """The functions of the library with their argument and result types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.lanes = int(library.gp_lanes())
@@ -111,7 +111,7 @@ def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
 
 
 def matrix_struct(matrix: SparseMatrix) -> _Matrix:
-    """Its tensors must outlive it."""
+    """Return the C++ struct of a matrix. The matrix must outlive it, because it holds pointers."""
     tensors = (matrix.starts, matrix.places, matrix.values)
     assert all(tensor.is_contiguous() for tensor in tensors)
     return _Matrix(matrix.rows, matrix.columns, matrix.height, matrix.width, *(t.data_ptr() for t in tensors))
@@ -123,7 +123,7 @@ def geometry_struct(geometry: Geometry) -> _Geometry:
 
 
 def strided(tensor: Tensor | None) -> tuple[int | None, int]:
-    """A tensor as the library takes it: where it begins, and the distance between its rows."""
+    """Return the address and row stride of a tensor; (None, 0) for None."""
     return (None, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
 
 
@@ -131,7 +131,7 @@ def strided(tensor: Tensor | None) -> tuple[int | None, int]:
 
 
 class BuildError(GrowpruneError):
-    """Raised when the kernels cannot be built; the message says why, without what to do."""
+    """Raised when the kernels cannot be built. The message gives the reason, but no remedy."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Compiler:
 
 
 def library() -> Library:
-    """The library, built if need be. Raises BuildError."""
+    """Return the library, and build it if necessary. Raise BuildError if it cannot be built."""
     if isinstance(found := found_once(), BuildError):
         raise found
     return found
@@ -149,7 +149,7 @@ def library() -> Library:
 
 @functools.cache
 def found_once() -> Library | BuildError:
-    """The library, or why there is none. A compiler that fails is not tried again."""
+    """Return the library, or the error of its build. A failed build is not tried again in this process."""
     try:
         return Library(open_or_build())
     except BuildError as error:
@@ -157,18 +157,18 @@ def found_once() -> Library | BuildError:
 
 
 def open_or_build() -> ctypes.CDLL:
-    """The library of this machine, from the user's cache folder or built now; where that is read-only, in a new folder.
+    """Load the library from the user's cache folder, or build it there; if that is read-only, in a temporary folder.
 
-    It is opened after torch, whose OpenMP it then shares: two of them in one process would fight for the cores.
+    It is loaded after torch, so that both share one OpenMP: two in one process would compete for the cores.
     """
     compiler = find_compiler()
     name = f"kernels-{digest(compiler)}.so"
     tried = [Path(tempfile.gettempdir()) / f"growprune-kernels-{secrets.token_hex(8)}"]
-    with contextlib.suppress(RuntimeError):  # no home
+    with contextlib.suppress(RuntimeError):  # there is no home folder
         given = os.environ.get("XDG_CACHE_HOME")
         tried.insert(0, (Path(given) if given else Path.home() / ".cache") / "growprune" / "kernels")
     for folder in tried:
-        with contextlib.suppress(OSError):  # not there, or not whole
+        with contextlib.suppress(OSError):  # the file is missing or damaged
             return ctypes.CDLL(str(folder / name))
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ def digest(compiler: Compiler) -> str:
 
 
 def cpu_model() -> str:
-    """The model of the CPU and its features."""
+    """Return the model of the CPU and its features."""
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU architecture", "CPU variant", "CPU part")
     lines = {platform.machine(), platform.processor()}
     with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ def cpu_model() -> str:
 
 
 def compile_to(path: Path, compiler: Compiler) -> Path:
-    """Build the library; the file is there whole or not at all."""
+    """Build the library. The file appears only when it is complete."""
     with replacing(path) as file:
         command = [*compiler.command, *FLAGS, str(SOURCES / "api.cpp"), "-o", file.name]
         failure, output = _run(command)
@@ -220,7 +220,7 @@ def compile_to(path: Path, compiler: Compiler) -> Path:
 
 
 def _run(command: Sequence[str]) -> tuple[str, bytes]:
-    """How a command failed, if it did, and its output."""
+    """Run a command. Return how it failed (empty if it succeeded), and its output."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:

@@ -1,7 +1,7 @@
-"""A sparse matrix as the kernels want it: blocks, row by row, made of a weight and its mask.
+"""The sparse matrix format of the kernels: blocks, row by row, made from a weight and its mask.
 
-Rows are outputs. Columns are inputs, kernel position by kernel position, as patterns see them: (out, in, kh, kw) is
-folded to (out, kh * kw * in).
+Rows are outputs. Columns are inputs, ordered by kernel position as in patterns: (out, in, kh, kw) is folded to
+(out, kh * kw * in).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from growprune.errors import GrowpruneError
 from growprune.masks.patterns import Block, Pattern, Unstructured, parse_pattern
 
 WORTHWHILE = 0.3
-"""The sparsity below which a weight counts as dense: no kernel of ours is faster there."""
+"""The sparsity below which a weight counts as dense, because none of our kernels is faster there."""
 BLOCKS = (Block(8, 1), Block(1, 8))
-"""The patterns that a mask of unknown pattern is searched for."""
+"""The block patterns to look for in a mask of unknown pattern."""
 
 
 @dataclass(frozen=True)
 class SparseMatrix:
-    """Block sparse rows: blocks of 1 x 1, 1 x 8 or 8 x 1, their overhang filled with zeros."""
+    """Block sparse rows with blocks of 1 x 1, 1 x 8 or 8 x 1. Blocks at the edges are padded with zeros."""
 
     rows: int
     columns: int
     height: int
     width: int
     starts: Tensor
-    """int64: where in `places` each row of blocks begins; one more than there are."""
+    """int64: where in `places` each row of blocks begins, and the end of the last."""
     places: Tensor
-    """int32: of each block, its first column divided by the width. They rise within a row of blocks."""
+    """int32: the first column of each block divided by the block width, ascending in each row of blocks."""
     values: Tensor
-    """float32 on the CPU: of each block, height x width."""
+    """The height x width values of each block, float32 on the CPU."""
     num_alive: int
-    """Weights of the mask, whatever their value."""
+    """Number of weights in the mask, including weights of value 0."""
 
     @cached_property
     def sparsity(self) -> float:
@@ -46,20 +46,20 @@ class SparseMatrix:
 
     @property
     def block_rows(self) -> Tensor:
-        """int64: of each block, its row of blocks."""
+        """int64: the row of blocks that each block is in."""
         return torch.repeat_interleave(
             torch.arange(len(self.starts) - 1, device=self.starts.device), self.starts.diff()
         )
 
     def dense(self) -> Tensor:
-        """The matrix, (rows, columns)."""
+        """Return the dense matrix, (rows, columns)."""
         down, across = -(-self.rows // self.height), -(-self.columns // self.width)
         padded = self.values.new_zeros(down, self.height, across, self.width)
         padded[self.block_rows, :, self.places.long()] = self.values.view(-1, self.height, self.width)
         return padded.view(down * self.height, -1)[: self.rows, : self.columns]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SparseMatrix:
-        """The same matrix on a device, with values of a dtype: for kernels that compute there in it."""
+        """Return the matrix on a device, with its values in a dtype."""
         moved = {name: getattr(self, name).to(device) for name in ("starts", "places")}
         return dataclasses.replace(self, **moved, values=self.values.to(device, dtype))
 
@@ -67,10 +67,10 @@ class SparseMatrix:
 def from_dense(
     weight: Tensor, mask: Tensor | None = None, *, pattern: str | Pattern = "unstructured", transposed: bool = False
 ) -> SparseMatrix:
-    """A matrix of a weight (out, in, ...); without a mask, what is not zero lives.
+    """Return the matrix of a weight (out, in, ...). Without a mask, all non-zero weights are kept.
 
     Args:
-        pattern: what the mask keeps to. Blocks that are 8 high, or 8 wide, are used as such, others weight by weight.
+        pattern: the pattern of the mask. Blocks of 8 x 1 or 1 x 8 are used if they fit in it, else single weights.
         transposed: whether the weight is (in, out, ...), as in transformers' Conv1D.
 
     >>> from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).values.tolist()
@@ -89,7 +89,7 @@ def from_dense(
     num_alive = int(np.count_nonzero(lives))
     if height * width == 1:
         alive, values = lives, dense[lives]
-    else:  # dead weights of live blocks, and what overhangs, are zeros
+    else:  # pruned weights in blocks that are kept, and padding, are zeros
         overhang = (0, -rows % height), (0, -columns % width)
         down, across = -(-rows // height), -(-columns // width)
         cut = (down, height, across, width)
@@ -104,13 +104,13 @@ def from_dense(
 
 
 def _folded(tensor: Tensor, transposed: bool) -> np.ndarray:
-    """(out, ..., in) as a matrix in numpy, which is far faster here than torch."""
+    """Fold a weight (out, in, ...) to a matrix in numpy, which is much faster here than torch."""
     tensor = tensor.transpose(0, 1) if transposed else tensor
     return np.ascontiguousarray(tensor.movedim(1, -1).flatten(1).numpy())
 
 
 def block_of(pattern: str | Pattern) -> tuple[int, int]:
-    """Height and width of the blocks in which a kernel takes the weights of a pattern.
+    """Return the height and width of the blocks that the kernels use for a pattern.
 
     >>> block_of("8x1"), block_of("1x16"), block_of("2:4")
     ((8, 1), (1, 8), (1, 1))
@@ -122,7 +122,7 @@ def block_of(pattern: str | Pattern) -> tuple[int, int]:
 
 
 def pattern_of(mask: Tensor) -> Pattern:
-    """Blocks, if the live weights (out, in, ...) fill them, but for the odd weight that is zero by chance."""
+    """Return a block pattern if the mask (out, in, ...) fills at least 98 % of its blocks, else Unstructured."""
     folded = mask.movedim(1, -1).flatten(1)
     for blocks in BLOCKS:
         rows, columns = (

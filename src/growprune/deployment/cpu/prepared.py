@@ -1,8 +1,8 @@
 """Layers and pools that are ready to run, for one matrix and one number of columns.
 
-Layers are siblings with one interface: `NativeLayer`, `DepthwiseLayer` and `PoolLayer` run on our kernels, `DenseLayer`
-on torch.
-Activations are feature-major, `[channels][columns]`; rows may be further apart than they are long.
+All layers have one interface: `NativeLayer`, `DepthwiseLayer` and `PoolLayer` run on our kernels, `DenseLayer` runs in
+torch.
+Activations are feature-major, `[channels][columns]`. Their row stride may be larger than the number of columns.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError
 
 WORTH_THREADS = 8192
-"""How many steps with a whole vector take longer than it takes several threads to share them."""
+"""The number of vector operations from which on several threads are faster than one."""
 
 
 class Activation(enum.IntEnum):
-    """What comes last, after bias and residual. The numbers are those of native/epilogue.h."""
+    """The activation after bias and residual, with the numbers of native/epilogue.h."""
 
     NONE = 0
     RELU = 1
     GELU = 2
-    """With erf, as torch has it by default."""
+    """The exact GELU with erf, which is torch's default."""
     RELU6 = 3
 
 
 @dataclass
 class LayerSpec:
-    """What a layer computes, whatever runs it."""
+    """What a layer computes, independent of what runs it."""
 
     name: str
     weight: SparseMatrix
@@ -58,21 +58,21 @@ class LayerSpec:
     is_sparse: bool = True
     activation: Activation = Activation.NONE
     is_depthwise: bool = False
-    """Whether each channel is filtered by itself, to one output. A row of its matrix has the taps of one channel."""
+    """True if each channel is filtered separately to one output. Each row of the matrix has the taps of one channel."""
 
 
 class Layer:
-    """What makes an output of an input, and may add a residual."""
+    """Base class of layers, which compute an output from an input and may add a residual."""
 
     def __init__(self, geometry: Geometry, rows: int) -> None:
         self.geometry, self.rows = geometry, rows
 
     def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Callable[[], object]:
-        """A call with these very tensors, checked now, so that it is quick to start later.
+        """Check tensors, and return a function that runs the layer on them. Calls start faster without checks.
 
         Args:
-            x: (channels, in_columns) float32 on the CPU, its columns next to one another.
-            out: (rows, columns), likewise; so is the residual. It may be the residual, but must not overlap x.
+            x: (channels, in_columns), float32 on the CPU, with adjacent columns.
+            out: (rows, columns), otherwise like x, as is the residual. It may be the residual, but must not overlap x.
         """
         check_matrix("x", x, self.geometry.channels, self.geometry.in_columns)
         check_matrix("out", out, self.rows, self.geometry.columns)
@@ -85,10 +85,10 @@ class Layer:
 
 
 class LibraryLayer(Layer):
-    """On our kernels. A call allocates nothing, but for the first ones in a thread; several threads may call it."""
+    """A layer on our kernels. Several threads may call it. Only the first calls in a thread allocate memory."""
 
     def _hold(self, plan: int | None, problem: str) -> None:
-        """Keep a layer of the library, which is freed with this one. None is a problem."""
+        """Keep a layer of the library, and free it with this object. If it is None, raise `problem`."""
         if not plan:
             raise GrowpruneError(problem)
         self._plan = plan
@@ -100,10 +100,10 @@ class LibraryLayer(Layer):
 
 
 class LayerCalls:
-    """Calls of layers of the library, one after the other, as one call: each one from Python takes a microsecond."""
+    """Several layers that run in one call of the library, because each call from Python takes a microsecond."""
 
     def __init__(self, layers: list[BoundLayer], kept: tuple[object, ...]) -> None:
-        self._layers, self._kept = layers, kept  # what is kept is what the layers point to
+        self._layers, self._kept = layers, kept  # keep the objects that the layers point to
         self._array, self._run = (BoundLayer * len(layers))(*layers), library().run
 
     def __call__(self) -> None:
@@ -111,7 +111,7 @@ class LayerCalls:
 
     @staticmethod
     def joined(calls: Iterable[Callable[[], object]]) -> list[Callable[[], object]]:
-        """The same calls, those in a row joined."""
+        """Return the same calls, where consecutive LayerCalls are joined into one."""
         found: list[Callable[[], object]] = []
         for is_ours, some in itertools.groupby(calls, lambda call: isinstance(call, LayerCalls)):
             if is_ours:
@@ -124,7 +124,7 @@ class LayerCalls:
 
 
 class NativeLayer(LibraryLayer):
-    """A sparse product, cut up by a tile."""
+    """A sparse product, divided according to a tile."""
 
     def __init__(self, spec: LayerSpec, tile: Tile) -> None:
         super().__init__(spec.geometry, spec.weight.rows)
@@ -138,7 +138,7 @@ class NativeLayer(LibraryLayer):
 
 
 class DepthwiseLayer(LibraryLayer):
-    """A convolution that filters each channel by itself, dense."""
+    """A dense convolution that filters each channel separately."""
 
     def __init__(self, spec: LayerSpec, threads: int) -> None:
         super().__init__(spec.geometry, spec.weight.rows)
@@ -148,7 +148,7 @@ class DepthwiseLayer(LibraryLayer):
 
 
 class PoolLayer(LibraryLayer):
-    """The largest number of each window, or the mean, of windows without padding. With one number in each, a copy."""
+    """A max pool, or a mean pool without padding. With windows of one number, it copies its input."""
 
     def __init__(self, geometry: Geometry, *, is_mean: bool = False) -> None:
         super().__init__(geometry, geometry.channels)
@@ -160,7 +160,7 @@ class PoolLayer(LibraryLayer):
 
 
 class DenseLayer(Layer):
-    """Dense, in torch, in the same layout."""
+    """A dense layer that runs in torch, in the same layout."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec.geometry, spec.weight.rows)
@@ -190,14 +190,14 @@ class DenseLayer(Layer):
 
 
 def bias_of(spec: LayerSpec) -> Tensor | None:
-    """The bias of a layer, as the kernels take it."""
+    """Return the bias of a layer as a contiguous float32 tensor on the CPU, or None."""
     if spec.bias is not None and spec.bias.shape != (spec.weight.rows,):
         raise GrowpruneError(f"bias has shape {tuple(spec.bias.shape)}, but the matrix has {spec.weight.rows} rows")
     return None if spec.bias is None else spec.bias.detach().to("cpu", torch.float32).contiguous()
 
 
 def check_matrix(name: str, tensor: Tensor, rows: int, columns: int) -> None:
-    """Refuse what the kernels, which trust their pointers, would read or write wrongly."""
+    """Raise unless a tensor has the layout that the kernels assume. They trust their pointers."""
     is_float = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
     has_shape = tensor.shape == (rows, columns)
     has_rows = has_shape and (columns == 1 or tensor.stride(1) == 1) and (rows == 1 or tensor.stride(0) >= columns)

@@ -1,6 +1,6 @@
-"""Measure, then swap: each layer is timed sparse and dense on this machine, and the faster one stays.
+"""Time each layer sparse and dense on this machine, and choose the faster version.
 
-No single tile is fastest everywhere, so a few are tried for each kind of layer.
+No single tile is fastest for all layers, so a few are tried for each kind of layer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from growprune.deployment.cpu.prepared import (
 from growprune.deployment.layer_table import Row
 
 WORTH_OUR_THREADS = 0.1
-"""How much of the time of all layers our kernels may lose: one layer in torch binds all others to torch's threads."""
+"""How much slower all layers may be on our kernels. A single layer in torch forces all layers onto torch's threads."""
 SHAPES = ((4, 256), (3, 256), (4, 128), (2, 512), (6, 128), (8, 64), (8, 128), (2, 256))
-"""(vectors, k_block) worth a try, the likeliest first: blocks of X that about fit the caches next to a core."""
+"""The (vectors, k_block) to try, the most promising first: blocks of X that about fit the caches of one core."""
 SHAPES_OF_EIGHT = ((2, 512), (3, 256), (1, 512), (2, 256))
-"""For blocks of eight rows, which need eight times as many registers."""
+"""The same for blocks of eight rows, which need eight times as many registers."""
 LARGEST_OFFSET = 65535
-"""Places in a packed block must fit 16 bits."""
+"""The largest offset in a packed block, which has 16 bits."""
 
 
 def choose(
@@ -41,18 +41,18 @@ def choose(
     known: Mapping[str, Row],
     all_else_is_ours: bool = False,
 ) -> list[tuple[Layer, Row]]:
-    """The layer that runs each spec, and its row of the table. With 0 seconds, whatever is sparse runs sparse.
+    """Return the layer that runs each spec, and its row. With 0 seconds, layers without a known row run on our kernels.
 
-    Half of the time goes to finding tiles, one for each kind of layer, and half to timing each layer. Layers of one
-    kind take the same time, so they share the quickest: other load on the machine only makes layers slower.
+    Half of the time is for finding a tile for each kind of layer, and half for timing each layer. Layers of one kind
+    share their shortest time, because other load on the machine only makes layers slower.
 
     Args:
-        known: by layer, what was measured before.
-        all_else_is_ours: whether torch computes nothing else, so that a few slower layers are worth to do without it.
+        known: earlier measurements, by layer.
+        all_else_is_ours: True if torch computes little else, so that avoiding it is worth a few slower layers.
     """
     end = time.perf_counter() + seconds
     keys = []
-    for spec in specs:  # layers of one kind are cut up alike
+    for spec in specs:  # layers of one kind have the same tile
         about = spec.weight.rows, spec.weight.height, spec.weight.width, round(spec.weight.sparsity, 1)
         keys.append((spec.geometry, *about, spec.activation, spec.is_sparse))
     tiles: dict[object, Tile] = {}
@@ -64,7 +64,7 @@ def choose(
             continue
         if key not in tiles:
             row = known.get(spec.name)
-            possible = candidates(spec.weight, spec.geometry, threads)  # not each tile of other shapes
+            possible = candidates(spec.weight, spec.geometry, threads)  # a tile of another shape may not fit
             same = [tile for tile in possible if row is not None and tile == row.tile]
             tiles[key] = same[0] if same else fastest_tile(spec, threads, 0 if row else share)
         ours.append(NativeLayer(spec, tiles[key]))
@@ -106,7 +106,7 @@ def torch_and_our_seconds(spec: LayerSpec, ours: Layer, seconds: float) -> list[
 
 
 def fastest_tile(spec: LayerSpec, threads: int, seconds: float) -> Tile:
-    """The tile that is fastest; the likeliest, if there is no time to try."""
+    """Return the fastest tile, or the most promising one if there is no time to try."""
     tiles = candidates(spec.weight, spec.geometry, threads)
     if seconds <= 0 or len(tiles) == 1:
         return tiles[0]
@@ -127,10 +127,10 @@ def _quickest(layers: Sequence[Layer], seconds: float) -> list[float]:
 
 @torch.no_grad()
 def seconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float, pause: float = 0.0) -> list[list[float]]:
-    """How long each call takes, several times, in turns, so that other load hits all of them.
+    """Time each call several times, in turns, so that other load affects all of them. Return the seconds of each.
 
     Args:
-        pause: seconds before each turn, which then begins with a call that is not timed.
+        pause: seconds to sleep before each timed call. An untimed call then comes before it.
     """
     taken: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
@@ -149,9 +149,9 @@ def seconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float, paus
 
 
 def candidates(matrix: SparseMatrix, geometry: Geometry, threads: int) -> list[Tile]:
-    """Tiles worth a try, the likeliest first. They are the same for any number of threads, but for how rows are cut.
+    """Return the tiles to try, the most promising first. Only `threads` and `row_chunks` depend on the threads.
 
-    A small product is left to one thread: two would wait for each other, and for what the other one wrote before.
+    A small product runs in one thread, because two would wait for each other and for each other's data.
     """
     longest = library().lanes
     lanes = min((n for n in (1, 4, 8) if geometry.columns <= n < longest), default=longest)
@@ -162,7 +162,7 @@ def candidates(matrix: SparseMatrix, geometry: Geometry, threads: int) -> list[T
     if (len(matrix.values) + matrix.columns) * num_vectors < WORTH_THREADS:
         threads = 1
     for vectors, k_block in shapes:
-        # no more vectors than there are columns for, shared evenly by the panels; no more rows of X than there are
+        # use no more vectors than the columns fill, spread evenly over the panels, and no more rows than X has
         vectors = -(-num_vectors // -(-num_vectors // vectors))
         k_block = min(k_block, LARGEST_OFFSET // (vectors * lanes) + 1, max(1, -(-matrix.columns // width)) * width)
         fitting.append((vectors, k_block // width * width))
@@ -174,7 +174,7 @@ def candidates(matrix: SparseMatrix, geometry: Geometry, threads: int) -> list[T
 
 
 def _row_chunks(num_panels: int, threads: int) -> Iterator[int]:
-    """Threads share panels of columns, where there are enough of them, or the rows, or both."""
+    """Yield numbers of chunks. Threads share panels of columns, if there are enough of them, or the rows, or both."""
     if num_panels >= threads:
         yield 1
     if threads > 1:

@@ -1,4 +1,4 @@
-"""Sparse layers for decoding on a GPU: matrices times 1 to 16 samples, where a dense layer waits for its weights.
+"""Sparse layers for decoding on a GPU: products with 1 to 16 samples, where a dense layer waits for its weights.
 
     products.py         matrices cut for the lanes of a warp, products, and the sparse layer that uses them
     product_kernels.py  the kernels, in Triton

@@ -12,20 +12,20 @@ from torch import Tensor
 from growprune.errors import GrowpruneError
 
 BEYOND_CACHE = 1 << 29
-"""Bytes of weights, of which no second-level cache holds enough to matter: that of an H200 has 50 MB."""
+"""Bytes of weights that are far too many for a second-level cache, such as the 50 MB of an H200."""
 
 
 def graphed(step: Callable[..., Any], *example: Tensor) -> Callable[..., Any]:
     """Record a step, such as a model's forward for one token, as a CUDA graph. Call the result to replay it.
 
-    The output is overwritten by the next call: clone it to keep it. A call without inputs takes those of the last one.
+    The output is overwritten by the next call: clone it to keep it. A call without inputs uses those of the last call.
 
     Args:
         step: a module or function of tensors on a GPU. It may change tensors in place, such as a cache of keys and
             values and the position in it. It must not wait for the GPU (`.item()`), nor depend on what Python computes
             from call to call: positions must be tensors.
-        example: inputs with the shapes and dtypes of all later ones. The step runs with them a few times, so what it
-            changes in place is changed: reset caches and positions afterwards.
+        example: inputs with the shapes and dtypes of all later ones. The step runs with them a few times and changes
+            its tensors in place, so reset caches and positions afterwards.
 
     Examples:
         A decoder whose step takes the last tokens and gives the next ones::
@@ -41,7 +41,7 @@ def graphed(step: Callable[..., Any], *example: Tensor) -> Callable[..., Any]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad():
         with torch.cuda.stream(stream):
-            for _ in range(3):  # whatever is compiled or allocated at first must be done before
+            for _ in range(3):  # compile and allocate everything before recording
                 step(*recorded)
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(graph):

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 # mypy: disable-error-code=assignment
 # Triton has no types, and arguments of kernels have none in Python
-"""Products with few columns, in Triton: sums are in float32, in one order for each matrix and batch, without atomics.
+"""Triton kernels for products with few columns. Sums are in float32, in a fixed order, without atomics.
 
 `_lanes_kernel`: a program takes a few rows, a thread one unit at a time. All tensors are (threads, rows) with one
 element per thread, or have one more dimension that lies within a thread. (By default, Triton gives neighbouring threads
@@ -53,7 +53,7 @@ def _lanes_kernel(
     x += tl.program_id(2) * num_columns * BATCH
     sums = tl.zeros([WIDTH, ROWS] if BATCH == 1 else [WIDTH, ROWS, BATCH], tl.float32)
     for unit in range(begin, tl.max(count, 0), WIDTH * STEPS):
-        loaded = ()  # what threads need of their next units: first columns, offsets and values
+        loaded = ()  # first columns, offsets and values of the next units of each thread
         for step in tl.static_range(STEPS):
             mine = unit + step * WIDTH + tl.arange(0, WIDTH)[:, None]
             at, is_live = first[None, :] + mine, mine < count[None, :]
@@ -93,14 +93,14 @@ def _add_products(sums, x, unit, dtype: tl.constexpr, BATCH: tl.constexpr):
 
 @triton.jit
 def _pair(words, place, is_live, STRIDE: tl.constexpr, FIRST: tl.constexpr):
-    """Two neighbouring 64-bit words, loaded as one."""
+    """Load two neighbouring 64-bit words at once."""
     at = place.to(tl.int64)[:, :, None] * STRIDE + FIRST + tl.arange(0, 2)[None, None, :]
     return tl.split(tl.load(words + at, mask=is_live[:, :, None], other=0, eviction_policy="evict_first"))
 
 
 @triton.jit
 def _weights(values, place, is_live):
-    """The eight values of a unit, as two or four 64-bit words."""
+    """Load the eight values of a unit as two or four 64-bit words."""
     words = values.to(tl.pointer_type(tl.int64))
     if values.dtype.element_ty == tl.float32:
         loaded = _pair(words, place, is_live, 4, 0) + _pair(words, place, is_live, 4, 2)
@@ -111,7 +111,7 @@ def _weights(values, place, is_live):
 
 @triton.jit
 def _weight(words, RUN: tl.constexpr, dtype: tl.constexpr):
-    """One value of a unit, as float32."""
+    """Return one value of a unit as float32."""
     if dtype == tl.float32:
         weight = (words[RUN // 2] >> (RUN % 2 * 32)).to(tl.int32).to(tl.float32, bitcast=True)
     else:
@@ -125,9 +125,9 @@ def _weight(words, RUN: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch"])
 def _interleave_kernel(x, out, batch, num_columns, BATCH: tl.constexpr, BLOCK: tl.constexpr):
-    """(batch, columns) to (columns, BATCH), once for each BATCH samples; zeros where there is no sample.
+    """Transpose x to (columns, BATCH) for each BATCH samples, padded with zeros.
 
-    Then one load brings all inputs of a column.
+    Then one load reads all inputs of a column.
     """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
     within = tl.arange(0, BATCH)[None, :]
@@ -139,7 +139,7 @@ def _interleave_kernel(x, out, batch, num_columns, BATCH: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["n"])
 def _sum_kernel(parts, out, n, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up what the programs of a split found, in order."""
+    """Add up the partial sums of all programs, in order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = at < n
     total = tl.zeros([BLOCK], tl.float32)

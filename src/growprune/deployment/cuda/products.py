@@ -2,8 +2,8 @@
 # Triton has no types
 """Sparse matrices on a GPU, and their products with a few columns: y = x W^T for x of (batch, columns).
 
-A *unit* is eight live weights of one row, which one lane of a warp takes: 16 bytes of bfloat16 in one load. A *slab* is
-as many units as lanes share a row, and eight *runs* across them: entry `i` of run `j` is the `j`-th weight of unit `i`.
+A *unit* is eight weights of one row, which one lane of a warp takes: 16 bytes of bfloat16 in one load. A *slab* has one
+unit for each lane of a row, and eight *runs* across them: entry `i` of run `j` is the `j`-th weight of unit `i`.
 A run is *consecutive* live weights, so when all lanes read x at their `j`-th column, they read neighbours: at 90 %
 sparsity 16 lanes touch 3 cache lines instead of 16. This is the limit of such a kernel once its loads are wide: an H200
 brings 20 bytes a cycle to a multiprocessor, 5 to 6 weights, but looks up only 4 cache lines a cycle.
@@ -33,18 +33,18 @@ from growprune.deployment.cpu.matrix import SparseMatrix
 from growprune.errors import GrowpruneError
 
 RUNS = 8
-"""Runs of a slab, and so weights of a unit."""
+"""Number of runs in a slab, which is also the number of weights in a unit."""
 REACH = 256
-"""How far apart the first and the last column of a run may be: what eight bits hold."""
+"""First and last column of a run are less than this apart, because an offset has eight bits."""
 MOST_COLUMNS = 1 << 16
 SLOTS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which byte of a unit's offsets is that of each run: every other byte is then four 16-bit numbers, to be added to the
+"""The byte of each run in a unit's offsets. Every other byte then forms four 16-bit numbers, which are added to the
 four 16-bit first columns at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class LaneMatrix:
-    """A matrix as `product` takes it."""
+    """A sparse matrix in the format of `product`."""
 
     rows: int
     columns: int
@@ -88,7 +88,7 @@ class LaneMatrix:
 
 
 def lane_matrix(entries: SparseMatrix, *, lanes: int = 16) -> LaneMatrix:
-    """Lay live weights out for the lanes. Values keep their dtype.
+    """Arrange the weights of a matrix for the lanes of a warp. Values keep their dtype.
 
     Args:
         entries: in blocks of 1 x 1, on the device to compute on; see `SparseMatrix.to`.
@@ -101,7 +101,7 @@ def lane_matrix(entries: SparseMatrix, *, lanes: int = 16) -> LaneMatrix:
     order = entries.starts.diff().argsort(descending=True, stable=True)
     bounds, widths, num_slabs = _cut(entries, order, lanes)
     begins, lengths = bounds[:, :-1].reshape(-1), bounds.diff().reshape(-1)
-    run = torch.repeat_interleave(torch.arange(len(begins), device=bounds.device), lengths)  # of each live weight
+    run = torch.repeat_interleave(torch.arange(len(begins), device=bounds.device), lengths)  # the run of each weight
     lane = torch.arange(len(run), device=bounds.device) - _starts(lengths)[run]
     unit, entry = _starts(widths)[run // RUNS] + lane, begins[run] + lane
     num_units, columns = int(widths.sum()), entries.places[entry]
@@ -131,12 +131,12 @@ def lane_matrix(entries: SparseMatrix, *, lanes: int = 16) -> LaneMatrix:
 def _cut(entries: SparseMatrix, order: Tensor, lanes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return where the runs of each slab begin and end (slabs, 9), row by row; lanes by slab; and slabs by row."""
     begin, end = entries.starts[:-1][order], entries.starts[1:][order]
-    # of each entry, the first one behind it, in its row or a later one, that a run from it cannot reach
+    # for each entry, the next entry in its row or a later one that a run from it cannot reach
     keys = entries.block_rows * (entries.columns + REACH) + entries.places
     limits = torch.searchsorted(keys, keys + REACH)
-    limits = torch.cat([limits, limits.new_full((1,), len(keys))])  # and of a row that begins where all ends
+    limits = torch.cat([limits, limits.new_full((1,), len(keys))])  # for rows that begin after the last entry
     wide, counts = [], torch.zeros_like(begin)
-    while True:  # slabs of full width, as long as some row goes on behind them
+    while True:  # slabs of full width, while some row continues after them
         bounds = _runs(begin, end, lanes, limits)
         goes_on = bounds[:, RUNS] < end
         if not bool(goes_on.any()):
@@ -144,7 +144,7 @@ def _cut(entries: SparseMatrix, order: Tensor, lanes: int) -> tuple[Tensor, Tens
         wide.append(torch.where(goes_on[:, None], bounds, -1))
         counts += goes_on
         begin = torch.where(goes_on, bounds[:, RUNS], begin)
-    width = torch.full_like(begin, lanes)  # of the last slab: the narrowest that reaches the end of the row
+    width = torch.full_like(begin, lanes)  # of the last slab: the smallest that reaches the end of the row
     for narrower in range(lanes - 1, 0, -1):
         width = torch.where(_runs(begin, end, narrower, limits)[:, RUNS] == end, narrower, width)
     last = _runs(begin, end, width, limits)
@@ -179,7 +179,7 @@ class Tile:
 
     warps: int = 4
     width: int = 32
-    """Threads that share a row; a program has as many rows as its warps have threads for."""
+    """Threads that share a row. A program has 32 * warps / width rows."""
     steps: int = 2
     """Units of a thread that are loaded together."""
     is_pinned: bool = False
@@ -187,7 +187,7 @@ class Tile:
 
 
 ENOUGH_PROGRAMS = 264
-"""Two for each multiprocessor of an H200. With fewer, several programs share the columns of a row."""
+"""Two programs for each multiprocessor of an H200. With fewer, several programs share the columns of a row."""
 LOAD_BYTES = 16
 """Bytes of one load: a column of 8 samples, or of 4 in float32. The matrix is read once for each load."""
 NEAR_BYTES = 160 << 10
@@ -195,14 +195,14 @@ NEAR_BYTES = 160 << 10
 
 
 def product(matrix: LaneMatrix, x: Tensor, tile: Tile | None = None) -> Tensor:
-    """Multiply the matrix with each of up to 16 samples: (batch, rows), in the dtype of x, always the same bits."""
+    """Multiply the matrix with up to 16 samples. Return (batch, rows) in the dtype of x, always with the same bits."""
     dtype, device = matrix.values.dtype, matrix.values.device
     if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES or (x.dtype, x.device) != (dtype, device):
         raise GrowpruneError(
             f"x is {x.dtype} {tuple(x.shape)} on {x.device}, but must be {dtype} (batch, {matrix.columns}) with a "
             f"batch of 1 to {MOST_SAMPLES} on {device}, as the matrix is"
         )
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels on the CPU: slow, but there
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs its kernels on the CPU, slowly
     if (not x.is_cuda and not is_interpreted) or not x.numel() or not matrix.rows:
         return F.linear(x.float(), matrix.dense().float()).to(x.dtype)
     try:
@@ -213,7 +213,7 @@ def product(matrix: LaneMatrix, x: Tensor, tile: Tile | None = None) -> Tensor:
     tile = tile or Tile()
     together = min(LOAD_BYTES // x.element_size(), 1 << (batch - 1).bit_length())
     inputs, rounds = x, -(-batch // together)
-    if batch > 1:  # so that one load brings all inputs of a column
+    if batch > 1:  # so that one load reads all inputs of a column
         inputs = torch.empty(rounds, matrix.columns, together, dtype=dtype, device=device)
         grid = (-(-matrix.columns // 128), rounds, 1)
         _launch(kernels._interleave_kernel, grid, (x, inputs), (batch, matrix.columns, together, 128), 4)
@@ -251,13 +251,13 @@ def kernel_failures() -> tuple[type[Exception], ...]:
     """Return the errors that kernels raise if they do not compile or run here."""
     try:
         from triton.errors import TritonError
-    except ImportError:  # then none is started
+    except ImportError:  # without Triton, no kernel is started
         return (RuntimeError, NotImplementedError)
     return (RuntimeError, NotImplementedError, TritonError)
 
 
 class SparseLinear(nn.Module):
-    """A linear layer on our kernels for up to 16 samples; for more, with a dense copy that is made for the call.
+    """A linear layer that runs on our kernels for up to 16 samples, and with a temporary dense copy for more.
 
     It has no parameters, because nothing is trained. Its weights stay on their device.
     """
@@ -269,7 +269,7 @@ class SparseLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight (rows, columns), made anew each time: for code that looks at it."""
+        """The dense weight (rows, columns), for code that reads it. Each access builds it again."""
         return self.matrix.dense()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`deploy(..., device="cuda")`: find out for each layer whether it is faster sparse, and with which tile, or dense."""
+"""`deploy(..., device="cuda")`: time each linear layer dense, and sparse with several tiles, and choose the fastest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TILES = (
 )
 """The tiles to try, the most promising first."""
 NUM_CALLS = 20
-"""The least number of calls timed together: a short graph takes as long to start as to run."""
+"""The minimum number of calls timed together, because a short graph takes as long to start as to run."""
 MOST_COPIES = 64
 LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """The largest error of a product, relative to the norm of the dense one: several times the rounding error."""
@@ -47,13 +47,13 @@ LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 def deploy_linears(
     skeleton: Skeleton, example: Example, *, device: torch.device, seconds: float, known: Sequence[Row]
 ) -> Swapped:
-    """Move a skeleton's module to the device, and swap its sparse linear layers.
+    """Move a skeleton's module to the device, and replace the linear layers that run sparse.
 
     The example determines how many samples each layer is timed with. A layer that it does not call stays in torch.
 
     Args:
-        seconds: how long layers may be timed, about; with 0, whatever is sparse runs sparse.
-        known: rows that were measured before.
+        seconds: about how long layers may be timed. With 0, all layers without a known row run sparse.
+        known: rows of earlier measurements.
     """
     module = skeleton.module
     skeleton.fill_in()
@@ -112,7 +112,7 @@ def choose(
     Args:
         entries: values in the dtype to compute in, on the device to compute on.
         batch: how many samples the layer is timed with.
-        seconds: how long it may be timed, about; compiling kernels does not count.
+        seconds: about how long it may be timed, without the time to compile kernels.
     """
     dense, x, few = dense_linear(entries.dense(), bias), _input(entries, batch), min(batch, MOST_SAMPLES)
     dense_us = time_of(copies(dense), x)
@@ -126,7 +126,7 @@ def choose(
         with torch.no_grad():
             expected, found = dense(x).double(), layer(x).double()
         error = float((found - expected).norm()) / max(float(expected.norm()), 1e-6)
-        if not error < LARGEST_ERROR[x.dtype]:  # a NaN is wrong too
+        if not error < LARGEST_ERROR[x.dtype]:  # true for NaN, too
             raise RuntimeError(f"its relative difference from the dense product is {error:.1e}")
     except kernel_failures() as failure:
         warn(f"{row.layer} was not timed on the sparse kernel: {first_line(failure)}")
@@ -183,7 +183,7 @@ def copies(layer: nn.Module) -> list[nn.Module]:
 
 
 def time_of(layers: Sequence[nn.Module], x: Tensor) -> float:
-    """Return the microseconds of a call, if these layers are called in turn."""
+    """Return the microseconds of one call when these layers are called in turn."""
     calls = [lambda layer=layer: layer(x) for layer in layers] * -(-NUM_CALLS // len(layers))
     with torch.no_grad():
         return microseconds(calls)

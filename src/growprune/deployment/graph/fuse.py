@@ -1,4 +1,4 @@
-"""Layers, each as one operation: product, folded BatchNorm, bias, residual and activation."""
+"""Fuse each layer to one operation: product, folded BatchNorm, bias, residual and activation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from growprune.deployment.skeleton import Skeleton
 
 @dataclass
 class Fused(LayerSpec):
-    """A layer and what is fused to it."""
+    """A layer and the operations that are fused with it."""
 
     axis: int = 1
-    """The dimension of features, of input and output: 1 of images, the last elsewhere."""
+    """The dimension of the features in input and output: 1 for images, otherwise the last."""
     is_image: bool = False
     """True if its input is (batch, channels, height, width)."""
     before: list[fx.Node] = field(default_factory=list)
-    """Changes of shape between the layer and its residual: every number stays. They are no longer in the graph."""
+    """Reshapes and permutations between the layer and its residual. They are no longer in the graph."""
     after: list[fx.Node] = field(default_factory=list)
-    """Changes of shape after that."""
+    """Reshapes and permutations after those in `before`, up to the activation."""
 
 
 def layer(x: Any, residual: Any) -> Any:
-    """The name of a fused layer in a graph. It is never run as such."""
+    """Stand for a fused layer in a graph. This function is never called."""
     raise NotImplementedError
 
 
 def fuse(graph: fx.Graph, skeleton: Skeleton) -> None:
-    """Replace layers of a graph by fused ones."""
+    """Replace the layers of a graph by fused layers."""
     for node in list(graph.nodes):
         make = LAYERS.get(node.target) if node.op == "call_function" else None
         if make is None or not are_float(node, *node.all_input_nodes):
@@ -55,7 +55,7 @@ def fuse(graph: fx.Graph, skeleton: Skeleton) -> None:
 
 
 def _sparse(node: Any, skeleton: Skeleton, *, transposed: bool = False) -> tuple[str, SparseMatrix] | None:
-    """The name and the matrix of a weight that is sparse enough."""
+    """Return the name and the matrix of a weight, or None if it is not sparse enough."""
     if not is_constant(node) or not node.meta["constant"].is_sparse:
         return None
     name = node.meta["constant"].name
@@ -75,7 +75,7 @@ def _dense(node: Any) -> tuple[str, SparseMatrix] | None:
     if weight is None:
         return None
     alive = torch.ones(weight.shape, dtype=torch.bool)
-    pattern = "8x1" if len(weight) >= 8 else "unstructured"  # the faster ones where all weights live
+    pattern = "8x1" if len(weight) >= 8 else "unstructured"  # the faster blocks for a dense weight
     return node.meta["constant"].name or node.name, from_dense(weight, alive, pattern=pattern)
 
 
@@ -127,7 +127,7 @@ def _conv2d(node: fx.Node, skeleton: Skeleton) -> Made:
     pairs = (kernel, pair(stride), padding, pair(dilation))
     geometry = Geometry(channels, batch, height, width, *pairs)
     name, matrix = found[0].removesuffix(".weight"), found[1]
-    is_depthwise = groups > 1  # whose kernel is dense
+    is_depthwise = groups > 1  # the depthwise kernel is dense
     is_sparse = sparse is not None and not is_depthwise
     ends: Any = {"is_depthwise": is_depthwise, "is_image": True}
     return x, Fused(name, matrix, geometry, constant(bias), is_sparse, **ends)
@@ -153,7 +153,7 @@ LAYERS: dict[Any, Callable[[fx.Node, Skeleton], Made]] = {
 
 
 def _absorb(node: fx.Node, fused: Fused) -> tuple[list[fx.Node], fx.Node | None]:
-    """Fuse what follows; returns the operations that are now part of the layer, and the residual."""
+    """Fuse the operations after a layer. Return all operations that are now part of it, and the residual."""
     chain, residual = [node], None
     at, pending = node, list[fx.Node]()
     while len(at.users) == 1 and fused.activation is Activation.NONE:
@@ -162,7 +162,7 @@ def _absorb(node: fx.Node, fused: Fused) -> tuple[list[fx.Node], fx.Node | None]
             pending.append(at)
             continue
         if at.target is aten.batch_norm.default and residual is None and not pending and at.args[0] is before:
-            if fused.axis != 1 or not _fold_batch_norm(at, fused):  # it is of dimension 1, which may not be features
+            if fused.axis != 1 or not _fold_batch_norm(at, fused):  # BatchNorm is over dimension 1
                 break
         elif residual is None and (other := _residual(at, before)) is not None:
             residual, fused.before = other, pending
@@ -193,7 +193,7 @@ def _fold_batch_norm(node: fx.Node, fused: Fused) -> bool:
 
 
 def _residual(node: fx.Node, own: fx.Node) -> fx.Node | None:
-    """Find what is added to a layer's output, if a node adds something of the same shape."""
+    """Return the node that is added to a layer's output, or None if `node` does not add one of the same shape."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
         return None
     first, second = node.args

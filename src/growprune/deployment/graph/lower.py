@@ -1,8 +1,8 @@
-"""Turn a graph into steps: find where each value lies, and what has to be done for it to come there.
+"""Turn a graph into steps: choose the layout of each value, and the steps that compute it.
 
-Activations of layers are feature-major, and stay so across the operations of operations.py, which take them as they
-lie. Any other is torch's: it takes stored values as tensors with odd strides, and what it makes is copied to features
-only if a layer needs it.
+Activations of layers are feature-major. The operations of operations.py work on this layout and keep it. All other
+operations run in torch, which takes stored values as tensors with unusual strides. Their results are copied to the
+feature-major layout only if a layer needs it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from growprune.deployment.graph.program import CopyStep, LayerStep, Lowered, Ste
 from growprune.deployment.graph.trace import VIEWS, NotTraceable, Traced, aten, constant, is_constant
 
 SAFE: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""Replacements of operations that want strides as the tracer saw them."""
+"""Replacements for operations that need the same strides as in the trace."""
 
 
 class Lowering:
@@ -73,7 +73,7 @@ class Lowering:
     # New places
 
     def store(self, place: Strides) -> Stored:
-        """A new buffer for a dense tensor that lies so."""
+        """Return a new buffer for a dense tensor with this layout."""
         self.done.sizes.append(math.prod(place.shape))
         return Stored(len(self.done.sizes) - 1, place)
 
@@ -90,19 +90,19 @@ class Lowering:
         return target
 
     def as_torch(self, value: Value) -> Value:
-        """The value, copied if torch cannot take it as it lies."""
+        """Return the value, copied if a torch tensor cannot have its layout."""
         is_odd = isinstance(value, Stored) and value.place.torch is None
         return self.copy(value, Strides.contiguous(value.place.shape)) if is_odd else value
 
     def arguments_in_torch(self, node: fx.Node) -> tuple[tuple[Value, ...], dict[str, Value]]:
-        """The arguments of a node, copied where torch cannot take them as they lie."""
+        """Return the arguments of a node, copied where a torch tensor cannot have their layout."""
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
         return tuple(mapped(args, self.as_torch)), dict(mapped(kwargs, self.as_torch))
 
     # Layers
 
     def features(self, node: fx.Node, axis: int, *, ordered: bool = False) -> tuple[Stored, Stored]:
-        """A node's value, and the matrix of its features; copied to be one, if need be, and from then on there."""
+        """Return a node's value, and its feature matrix. If there is no such view, the value becomes a copy first."""
         value = self.value(node)
         matrix = as_matrix(value.place, axis, ordered=ordered) if isinstance(value, Stored) else None
         if matrix is None:
@@ -141,7 +141,7 @@ class Lowering:
         return place
 
     def _alike(self, node: fx.Node, place: Strides) -> Stored:
-        """A node's value, lying as `place` does."""
+        """Return a node's value in the layout of `place`, copied if necessary."""
         value = self.value(node)
         if isinstance(value, Stored) and value.place.canonical == place.canonical:
             return value
@@ -159,7 +159,7 @@ class Lowering:
 
 
 def largest(node: fx.Node) -> int:
-    """The size of the largest tensor that an operation reads or makes; 0 if it only views them."""
+    """Return the size of the largest tensor that an operation reads or creates, or 0 for a view."""
     if node.target in VIEWS:
         return 0
     tensors = pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])

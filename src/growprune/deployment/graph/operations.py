@@ -1,4 +1,4 @@
-"""Operations, beside layers, that are done on feature-major values as they lie."""
+"""Operations other than layers that work on feature-major values without copies."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ POINTWISE: dict[Any, Any] = {
     aten.leaky_relu.default: aten.leaky_relu.out,
     aten.relu.default: aten.relu.out,
 }
-"""Operations of each number by itself, and their variants that write to a given place."""
+"""Elementwise operations, and their variants that write to a given tensor."""
 
 
 def pointwise(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Where its first operand of full shape lies, so the result does."""
+    """Lower an elementwise operation. Its result has the layout of its first operand of full shape."""
     value = node.meta["val"]
     operands = [found for n in node.all_input_nodes if (found := lowering.stored(n)) is not None]
     like = next((v for v in operands if v.place.torch is not None and v.place.shape == tuple(value.shape)), None)
@@ -50,7 +50,7 @@ def pointwise(lowering: Lowering, node: fx.Node) -> Stored | None:
 
 
 def layer_norm(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Over the features, which are the last dimension."""
+    """Lower a layer norm over the features, which are the last dimension."""
     source, shape, gain, shift, epsilon = arguments(node, None, None, None, None, 1e-5)[:5]
     x = lowering.stored(source)
     if x is None or len(shape) != 1 or as_matrix(x.place, len(x.place.shape) - 1) is None:
@@ -69,7 +69,7 @@ def layer_norm(lowering: Lowering, node: fx.Node) -> Stored | None:
 def _norm(
     gain: Tensor | None, shift: Tensor | None, epsilon: float, x: Tensor, out: Tensor, squares: Tensor
 ) -> Callable[[], object]:
-    """Means as products with a row of 1 / d: torch's own reductions down the rows are several times slower."""
+    """Compute means as products with a row of 1 / d, because torch's reductions over rows are several times slower."""
     averaging = torch.full((1, x.shape[0]), 1 / x.shape[0])
     mean, scale = torch.empty(1, x.shape[1]), torch.empty(1, x.shape[1])
     gain, shift = (None if t is None else t.view(-1, 1) for t in (gain, shift))
@@ -90,9 +90,9 @@ def _norm(
 
 
 def attention(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Products of matrices as they lie, with no transposes.
+    """Lower attention to matrix products in the present layout, without transposes.
 
-    The result is feature-major too: (H, D) are its features, the batch and its tokens its columns.
+    The result is feature-major too: its features are (H, D), its columns are batch and tokens.
     """
     query, key, value, mask, dropout, is_causal = arguments(node, None, None, None, None, 0.0, False)
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, **node.kwargs}
@@ -130,7 +130,7 @@ def _attend(
     def run(mask: Tensor | None = fixed) -> None:
         for b, (q, k, v, o) in enumerate(rows):
             bias = mask
-            if mask is not None and mask.dim() == 4:  # others are (T, S) or (H, T, S), or what repeats to it
+            if mask is not None and mask.dim() == 4:  # others broadcast to (H, T, S)
                 bias = mask[b if mask.shape[0] > 1 else 0]
             if bias is not None and bias.dtype != torch.bool:
                 torch.baddbmm(bias.expand(scores.shape), q, k, alpha=scale, out=scores)
@@ -160,7 +160,7 @@ def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
 
 
 def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Over windows that lie side by side, such as the whole image."""
+    """Lower a mean over equal windows without overlap, such as the whole image."""
     shape, out = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
     if len(shape) != 4 or node.kwargs:
         return None
@@ -190,11 +190,11 @@ def _pool(lowering: Lowering, node: fx.Node, *window: Any, is_mean: bool) -> Sto
 
 
 def concatenate(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """The channels of several images, those of which at least one is feature-major already."""
+    """Lower a concatenation of channels of images, if at least one input is stored already."""
     sources, axis = arguments(node, None, 0)
     shape = node.meta["val"].shape
     is_of_channels = len(shape) == 4 and axis % 4 == 1 and are_float(node, *sources)
-    is_of_images = is_of_channels and all(source.meta["val"].dim() == 4 for source in sources)  # not torch's empty ones
+    is_of_images = is_of_channels and all(source.meta["val"].dim() == 4 for source in sources)  # torch takes vectors
     if not is_of_images or not shape.numel() or all(lowering.stored(source) is None for source in sources):
         return None
     target, start = lowering.store(feature_major(shape, 1)), 0

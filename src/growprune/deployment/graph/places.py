@@ -1,8 +1,8 @@
-"""Places of the numbers of a tensor, described so finely that changes of shape need no copy; and views of them.
+"""Layouts of tensors in memory, described so finely that reshapes and permutations need no copy, and views of them.
 
 A dimension is a product of *atoms*, (size, stride) from the outermost to the innermost. Splitting heads off features
-and merging them with the batch, as attention does, only regroups atoms; a tensor of torch, which has one stride for
-each dimension, would have to be copied on the way.
+and merging them with the batch, as attention does, only regroups atoms. A tensor of torch has only one stride for each
+dimension, so it would have to be copied.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Dimension = tuple[Atom, ...]
 
 @dataclass(frozen=True)
 class Strides:
-    """A tensor's place in a buffer."""
+    """The layout of a tensor in a buffer."""
 
     dimensions: tuple[Dimension, ...]
     offset: int = 0
 
     @classmethod
     def contiguous(cls, shape: Sequence[int]) -> Strides:
-        """Row by row.
+        """Return the layout of a contiguous tensor.
 
         >>> Strides.contiguous((2, 3)).torch
         ((2, 3), (3, 1))
@@ -39,7 +39,7 @@ class Strides:
 
     @classmethod
     def ordered(cls, shape: Sequence[int], order: Sequence[int]) -> Strides:
-        """Dense, with the dimensions in memory in this order, the outermost first."""
+        """Return a dense layout with the dimensions in this order in memory, the outermost first."""
         strides, step = [0] * len(shape), 1
         for axis in reversed(order):
             strides[axis], step = step, step * shape[axis]
@@ -51,7 +51,7 @@ class Strides:
 
     @property
     def torch(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Sizes and strides as torch has them; None if it would have to be copied."""
+        """Sizes and strides for torch, or None if a torch tensor cannot have this layout."""
         merged = [_merged(atoms) for atoms in self.dimensions]
         if any(len(atoms) > 1 for atoms in merged):
             return None
@@ -59,11 +59,11 @@ class Strides:
 
     @property
     def canonical(self) -> tuple[Dimension, ...]:
-        """The same for all ways to say the same."""
+        """The dimensions with as few atoms as possible, so that equal layouts compare equal."""
         return tuple(_merged(atoms) for atoms in self.dimensions)
 
     def reshape(self, shape: Sequence[int]) -> Strides | None:
-        """Return the place in another shape; None if an atom would have to be cut unevenly."""
+        """Return the layout in another shape, or None if an atom would be divided unevenly."""
         atoms = [atom for dimension in self.dimensions for atom in dimension]
         found: list[Dimension] = []
         for size in shape:
@@ -87,7 +87,7 @@ class Strides:
         return replace(self, dimensions=tuple(self.dimensions[axis] for axis in order))
 
     def narrow(self, axis: int, start: int, length: int) -> Strides | None:
-        """Some of a dimension; None where that cuts through several atoms."""
+        """Return the layout of a part of a dimension, or None if the dimension has several atoms."""
         merged = _merged(self.dimensions[axis])
         if length == self.shape[axis]:
             return self
@@ -114,7 +114,7 @@ def _atoms(pair: Atom) -> Dimension:
 
 
 def _merged(atoms: Dimension) -> Dimension:
-    """Join neighbours that are one in memory."""
+    """Join neighbouring atoms that one atom can describe."""
     found: list[Atom] = []
     for size, stride in atoms:
         if found and found[-1][1] == size * stride:
@@ -124,9 +124,9 @@ def _merged(atoms: Dimension) -> Dimension:
 
 
 def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Strides | None:
-    """The matrix that a kernel takes, with a row for each feature of `axis`, if that is how the tensor lies.
+    """Return the layout as a matrix with a row for each feature of `axis`, or None if it is not such a matrix.
 
-    All other dimensions are its columns, in any order; with `ordered`, in theirs.
+    All other dimensions are its columns, in any order; with `ordered`, in the order of the tensor.
     """
     features = _merged(place.dimensions[axis])
     others = [atom for i, atoms in enumerate(place.dimensions) if i != axis for atom in atoms]
@@ -141,7 +141,7 @@ def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Strides | 
 
 
 def with_features(place: Strides, axis: int, rows: int) -> Strides:
-    """Return the place of a layer's output, if its input lies at `place`: the same columns, other rows, no gaps."""
+    """Return the layout of a layer's output for an input with layout `place`: the same columns, other rows, no gaps."""
     others = math.prod(size for i, size in enumerate(place.shape) if i != axis)
     dimensions = list(place.dimensions)
     dimensions[axis] = _atoms((rows, others))
@@ -149,7 +149,7 @@ def with_features(place: Strides, axis: int, rows: int) -> Strides:
 
 
 def feature_major(shape: Sequence[int], axis: int) -> Strides:
-    """Rows of features, all else in its order.
+    """Return a dense layout with a row for each feature, and the other dimensions in their order.
 
     >>> feature_major((2, 3, 4), 2).torch
     ((2, 3, 4), (3, 1, 6))
@@ -170,7 +170,7 @@ class Stored:
 
 
 def as_rows(value: Stored, axis: int, *, ordered: bool = False) -> Stored:
-    """The matrix of a value, with a row for each feature of `axis`."""
+    """Return a value as a matrix with a row for each feature of `axis`."""
     matrix = as_matrix(value.place, axis, ordered=ordered)
     assert matrix is not None
     return Stored(value.buffer, matrix)
@@ -178,7 +178,7 @@ def as_rows(value: Stored, axis: int, *, ordered: bool = False) -> Stored:
 
 @dataclass(frozen=True)
 class InSlot:
-    """A value that an operation of torch makes anew each time."""
+    """A value that is another tensor in each call: an input, or the result of an operation of torch."""
 
     slot: int
 
@@ -188,7 +188,7 @@ Value: TypeAlias = Any
 
 
 def view(node: fx.Node, value_of: Callable[[Any], Value]) -> Value | None:
-    """The result of a node that only looks at a stored value differently, so needs no step; None of other nodes."""
+    """Return the result of a node that is a view of a stored value and needs no step, or None for other nodes."""
     if node.target not in VIEWS or not isinstance(node.args[0], fx.Node):
         return None
     value = value_of(node.args[0])
@@ -204,7 +204,7 @@ def view(node: fx.Node, value_of: Callable[[Any], Value]) -> Value | None:
 
 
 def reshaped(place: Strides, node: fx.Node) -> Strides | None:
-    """A place seen through one of the operations that keep every number."""
+    """Return a layout after a reshape or permutation, or None if it would need a copy."""
     if node.target in RESHAPES:
         return place.reshape(node.meta["val"].shape)
     rank, rest = len(place.dimensions), node.args[1:]
@@ -243,7 +243,7 @@ def _place(place: Strides, node: fx.Node) -> Strides | None:
 
 
 def _places(place: Strides, node: fx.Node) -> list[Strides] | None:
-    """Return the places of the results of an operation that cuts a tensor into several."""
+    """Return the layouts of the results of an operation that splits a tensor, or None if they need copies."""
     if node.target is aten.unbind.int:
         return None
     axis = int(node.args[2]) if len(node.args) > 2 else int(node.kwargs.get("dim", 0))  # type: ignore[arg-type]

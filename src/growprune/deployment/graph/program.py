@@ -1,6 +1,6 @@
 """A program: steps that run one after the other, bound to one piece of memory.
 
-Values that are not needed at the same time share their places in that memory, the *arena*.
+This memory is the *arena*. Values that are not needed at the same time may use the same part of it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from growprune.deployment.graph.fuse import Fused
 from growprune.deployment.graph.places import InSlot, Stored, Value
 
 LITTLE = 1 << 19
-"""The most numbers that torch may compute with in a program that has its threads for itself."""
+"""The most numbers that torch may process in a program that runs on our own threads."""
 ALIGNMENT = 16
-"""Floats: buffers begin where cache lines do."""
+"""Buffers begin at multiples of this number of floats, where cache lines begin."""
 
 
 class Memory:
@@ -52,14 +52,14 @@ class Memory:
 
 @dataclass
 class LayerStep:
-    """A fused layer, of matrices."""
+    """Run a fused layer on matrices."""
 
     fused: Fused
     x: Stored
     out: Stored
     residual: Stored | None
     layer: Layer | None = None
-    """The layer that runs it, once chosen."""
+    """The layer that runs this step, once it is chosen."""
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         assert self.layer is not None
@@ -69,7 +69,7 @@ class LayerStep:
 
 @dataclass
 class CopyStep:
-    """Put a value elsewhere, in another order."""
+    """Copy a value to another place and layout."""
 
     source: Value
     target: Stored
@@ -92,7 +92,7 @@ class CopyStep:
 
 @dataclass
 class TorchStep:
-    """An operation of torch, whose result is put into a slot, or written to a place by its variant that takes one."""
+    """Run an operation of torch, and put its result into a slot, or write it to a place with its `out` variant."""
 
     function: Callable[..., Any]
     args: tuple[Value, ...]
@@ -128,7 +128,7 @@ class TorchStep:
 
 
 def mapped(value: Value, change: Callable[[Value], Value]) -> Value:
-    """The value with each leaf changed, in tuples, lists and dicts."""
+    """Apply `change` to each leaf of a value, inside tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
         return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):
@@ -138,7 +138,7 @@ def mapped(value: Value, change: Callable[[Value], Value]) -> Value:
 
 @dataclass
 class CallStep:
-    """A function that is made of stored tensors (and constants), and called with what is in slots."""
+    """Call a function that was made from stored tensors (and constants) with the values in slots."""
 
     make: Callable[..., Callable[..., object]]
     inputs: list[Stored]
@@ -154,7 +154,7 @@ class CallStep:
 
 
 Step = LayerStep | CopyStep | TorchStep | CallStep
-"""They are bound to memory before they run. What is stored among their fields, they read or write."""
+"""Steps are bound to memory before they run. They read or write every `Stored` in their fields."""
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Lowered:
     """The slots of the leaves of the input."""
     outputs: list[Value] = field(default_factory=list)
     in_torch: list[str] = field(default_factory=list)
-    """Operations that are torch's, in order."""
+    """Operations that run in torch, in order."""
 
     @property
     def layers(self) -> list[LayerStep]:
@@ -177,7 +177,7 @@ class Lowered:
 
 
 class Program:
-    """The steps of a module for inputs of one shape. One call at a time: its memory is its own."""
+    """The steps of a module for inputs of one shape. Only one call may run at a time, because calls share memory."""
 
     def __init__(self, lowered: Lowered, out_spec: pytree.TreeSpec) -> None:
         spans = lifetimes(lowered.steps, len(lowered.sizes), lowered.outputs)
@@ -187,7 +187,7 @@ class Program:
         self._inputs, self._out_spec = lowered.inputs, out_spec
         self._outputs = [_output(value, self._memory) for value in lowered.outputs]
         self._alone: Library | None = library() if is_ours(lowered.steps) else None
-        """The library, if the steps share threads of our own (see native/threads.h); None if they use torch's."""
+        """The library if the steps run on our own threads (see native/threads.h), or None if they run on torch's."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         slots, threads = self._memory.slots, None
@@ -243,7 +243,7 @@ def lifetimes(steps: Sequence[Step], num_buffers: int, kept: Sequence[object]) -
 
 
 def assign(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Return where each buffer begins, and how long the arena is. The largest take their places first.
+    """Return where each buffer begins, and how long the arena is. The largest buffers are placed first.
 
     >>> assign([16, 32, 16], [(0, 1), (1, 2), (2, 3)])
     ([32, 0, 32], 48)

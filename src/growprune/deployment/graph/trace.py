@@ -1,8 +1,8 @@
 """Turn a module and an example into a graph of torch's operations, with the shapes that the example gives them.
 
-`torch.export` follows what a model does with an example, through whatever Python it is written in, and knows the shape
-of everything. Where it cannot, the model is deployed part by part. What does not depend on the input is marked as
-constant, and identities are left out.
+`torch.export` follows the operations of a model on the example through its Python code, and knows all shapes. If it
+fails, the model is deployed part by part. Values that do not depend on the input are marked as constant, and identities
+are removed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ VIEWS = {
     *(aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int),
     *(aten.narrow.default, aten.alias.default, aten.detach.default, operator.getitem, aten.movedim.intlist),
 }
-"""Operations whose result is the memory they were given."""
+"""Operations whose result may share the memory of their input."""
 IDENTITIES = {
     *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.detach.default),
     *(aten.contiguous.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default),
 }
-"""Operations that change no number, dropouts only where a model is not trained."""
+"""Operations that change no values. A dropout is one only in eval mode."""
 LARGEST = 1 << 24
-"""The most numbers that a constant may have that is made of smaller ones."""
+"""The most elements of a constant that is computed from others."""
 
 
 class NotTraceable(Exception):
@@ -55,7 +55,7 @@ class Traced:
 
     graph: fx.Graph
     tensors: Mapping[fx.Node, Tensor]
-    """Placeholders that are parameters, buffers and constants of the module."""
+    """The tensors of placeholders that are parameters, buffers and constants of the module."""
     inputs: tuple[fx.Node, ...]
     """Placeholders of the leaves of (args, kwargs)."""
     out_spec: pytree.TreeSpec
@@ -67,7 +67,7 @@ def trace(module: nn.Module, example: Example) -> Traced:
     try:
         with torch.no_grad(), quiet("torch.export"):  # the model's own code has warned already, or will
             program = torch.export.export(module, example.args, example.kwargs, strict=False)
-    except Exception as error:  # whatever the code of a user does under a tracer
+    except Exception as error:  # the user's code may raise anything under a tracer
         raise NotTraceable(first_line(error, 120)) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(has_fast_path)
@@ -115,7 +115,7 @@ def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None
 
 
 def _is_view(node: fx.Node) -> bool:
-    """True if its result is, or may be, memory that it was given."""
+    """True if the result of a node may share the memory of its inputs."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     return node.target in VIEWS or any(one.alias_info is not None for one in returned)
 
@@ -124,12 +124,12 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def arguments(node: fx.Node, *defaults: Any) -> list[Any]:
-    """The positional arguments of a node, with defaults for those that it leaves out."""
+    """Return the positional arguments of a node, with defaults for missing ones."""
     return [*node.args, *defaults[len(node.args) :]]
 
 
 def pair(values: Any) -> tuple[int, int]:
-    """Height and width, of a number or a sequence."""
+    """Return height and width, given as a number or a sequence."""
     first, second = (values, values) if isinstance(values, int) else (values[0], values[-1])
     return int(first), int(second)
 
@@ -140,25 +140,25 @@ def are_float(*nodes: fx.Node) -> bool:
     return all(isinstance(v, Tensor) and v.dtype == torch.float32 and v.device.type == "cpu" for v in values)
 
 
-# What does not depend on the input
+# Constants: values that do not depend on the input
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor that is the same for all inputs. It is made when it is asked for, since a sparse weight is large."""
+    """A tensor that is the same for all inputs. It is built on request, because a sparse weight is large when dense."""
 
     make: Callable[[], Tensor]
     name: str | None = None
-    """The parameter that it is, as it is."""
+    """The name of the parameter, if the constant is an unchanged parameter."""
     is_sparse: bool = False
-    """True if it is a sparse weight, or made of some."""
+    """True if the constant is a sparse weight, or computed from one."""
 
 
 def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
-    """Mark what depends on no input, in `meta["constant"]`.
+    """Set `meta["constant"]` for all nodes that do not depend on an input.
 
     Args:
-        names: by the placeholder of a parameter, its name in the model.
+        names: the name in the model of each placeholder of a parameter.
     """
     for node in traced.graph.nodes:
         if node in traced.tensors:
@@ -182,7 +182,7 @@ def is_constant(node: Any) -> bool:
 
 
 def constant(node: Any) -> Tensor | None:
-    """The tensor that a node stands for; of no node, none."""
+    """Return the tensor of a constant node, or None if there is no node."""
     return node.meta["constant"].make() if isinstance(node, fx.Node) else None
 
 
@@ -190,7 +190,7 @@ def drop_identities(graph: fx.Graph) -> None:
     """Replace uses of identity operations by their inputs."""
     conversions = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.to.device)
     for node in list(graph.nodes):
-        if node.target in IDENTITIES:  # a dropout may drop in eval mode too, because someone wants it to
+        if node.target in IDENTITIES:  # a model may ask for dropout in eval mode, too
             is_identity = not ("dropout" in str(node.target) and bool(node.args[2]))
         elif node.target in conversions:
             before, after = node.args[0].meta["val"], node.meta["val"]

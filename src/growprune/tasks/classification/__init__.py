@@ -181,14 +181,14 @@ class Classification(ImageTask):
             yield pixels, labels.to(device, non_blocking=True)
 
     def _used(self, batch_size: int) -> Array:
-        """A mask of the images of a batch that this replica uses; with mixup, also those before them."""
+        """Return a mask of the images of a batch that this replica uses; with mixup, also the image before each."""
         mine = super()._used(batch_size)
         return mine | np.roll(mine, -1) if self.mixup else mine
 
 
 def _inputs(values: Tensor) -> Tensor:
-    inputs = values.permute(0, 3, 1, 2)  # (B, 3, H, W), where channels stay innermost, which suits tensor cores
-    # On a CPU, torch 2.13 may crash in the backward pass of narrow convolutions if channels are innermost.
+    inputs = values.permute(0, 3, 1, 2)  # (B, 3, H, W) in channels-last order, which suits tensor cores
+    # On a CPU, torch 2.13 may crash in the backward pass of narrow convolutions in channels-last order.
     return inputs if inputs.is_cuda else inputs.contiguous()
 
 

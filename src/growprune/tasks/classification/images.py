@@ -79,7 +79,7 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
 
 @functools.cache
 def report_bad(data: str, num_classes: int) -> Callable[[int, str], None]:
-    """Return a function that counts images that cannot be read, for training and for test apart."""
+    """Return a function that counts images that cannot be read, separately for training and test."""
     source = load(data, num_classes)
     num_test = int(source.is_test.sum())
     train = BadRecords(source.where["train"], len(source.labels) - num_test)
@@ -228,7 +228,7 @@ def random_box(index: int, width: int, height: int, *, seed: int, min_scale: flo
     Args:
         min_scale: the smallest area, as a fraction of the image.
     """
-    # Area and shape of each box to try, and in the last row its place.
+    # Area and shape of each box to try; the last row is the place of the chosen box.
     numbers = torch.rand(NUM_TRIES + 1, 2, generator=generator("cpu", seed, index))
     areas = width * height * (min_scale + (1 - min_scale) * numbers[:-1, 0])
     low, high = (math.log(ratio) for ratio in RATIOS)
@@ -245,7 +245,7 @@ def random_box(index: int, width: int, height: int, *, seed: int, min_scale: flo
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes an image of a source, given by its number."""
+    """Decode an image of a source, given by its number."""
 
     source: Source
     size: tuple[int, int]

@@ -92,7 +92,7 @@ class ResNet(nn.Module):
 def initialise(module: nn.Module) -> None:
     """Initialise one module: convolutions by He's rule over their inputs, all others as torch does.
 
-    The last norm of a block begins with ones like any other: the recipe the paper follows does not begin with zeros.
+    The last norm of a block is also initialised with ones, because the paper's recipe does not use zeros.
     """
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")

@@ -68,7 +68,7 @@ class Detection(ImageTask):
     def num_batches(self) -> int:
         cocoeval()  # raise now if pycocotools is missing, not after an epoch
         for split in ("validation", "test"):
-            self.album(split)  # also if pictures are missing
+            self.album(split)  # the same for missing pictures
         number = len(self.album("train").scenes)
         if number < 2:
             raise GrowpruneError(f"{self.data}: training needs at least 2 readable images, got 1")

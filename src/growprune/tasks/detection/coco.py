@@ -90,11 +90,11 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
 def read_annotations(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]:
     """Read the names of categories by id, and the scenes of an annotation file, whose images are in `folder`.
 
-    Annotations that cannot be used are skipped with a warning, as COCO has some. Images and categories must be right.
+    Annotations that cannot be used are skipped with a warning, as COCO has some. Images and categories must be valid.
     """
     try:
         content: Any = json.loads(source.read_bytes())
-    except (ValueError, RecursionError) as error:  # of a number that is too large, or lists that are too deep
+    except (ValueError, RecursionError) as error:  # for a number that is too large, or lists nested too deeply
         raise GrowpruneError(f"{source} is not JSON: {error}. Download or create it again") from error
     for name in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(name), list):
@@ -184,7 +184,7 @@ def coco_numbers(
         for scene, rows in zip(scenes, found, strict=True)
         for *box, score, label in rows.tolist()
     ]
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
         evaluation = cocoeval()(*(_index(images, rows, num_classes) for rows in (truth, claims)), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
@@ -238,7 +238,7 @@ class Album:
 
     @functools.cached_property
     def targets(self) -> tuple[Tensor, Tensor]:
-        """The objects of the scenes without crowds: corners as fractions of the image (N, M, 4), and labels (N, M)."""
+        """Objects of the scenes, without crowds: corners as fractions of the image (N, M, 4), and labels (N, M)."""
         wanted = [~scene.crowds for scene in self.scenes]
         most = max(1, max((int(want.sum()) for want in wanted), default=0))
         boxes, labels = torch.zeros(len(self.scenes), most, 4), torch.zeros(len(self.scenes), most, dtype=torch.int64)

@@ -234,7 +234,7 @@ class SSD(nn.Module):
 
 
 def _block(inputs: int, middle: int, outputs: int, *, shrinks: bool) -> nn.Sequential:
-    """A 1 x 1 and a 3 x 3 convolution, which halves the map or removes its border."""
+    """Return a 1 x 1 and a 3 x 3 convolution, which halves the map or removes its border."""
     stride, padding = (2, 1) if shrinks else (1, 0)
     return nn.Sequential(
         Convolution(inputs, middle, 1, bias=False),

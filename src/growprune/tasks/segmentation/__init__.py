@@ -57,7 +57,7 @@ class PartSegmentation(Task):
         initialise(module)
 
     def narrower(self) -> Sequence[Task]:
-        """The task at 128 widths."""
+        """Return the task at 128 widths, up to its own."""
         return [*(replace(self, width=self.width * n / 128) for n in range(1, 128)), self]
 
     def example(self) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class PartSegmentation(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         points, categories, labels = batch
         logits = model(points, categories).float()
-        # deterministic on CUDA, unlike the loss of 3-D logits
+        # this is deterministic on CUDA, unlike the loss of 3-D logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:

@@ -5,8 +5,8 @@ that the shared layers, which are 1x1 convolutions, need no copy of it. Unlike i
 have no bias, because the norm would remove it.
 
 Distances are sums of squared differences, not matrix products: they are exact near zero, stay float32 under autocast,
-and do not count as FLOPs of the model. Of the geometry, only `rows` has a gradient: its backward pass, that of
-F.embedding, is deterministic on CUDA too.
+and do not count as FLOPs of the model. Of the geometric functions, only `rows` has a gradient: the backward pass of
+F.embedding, which is deterministic on CUDA, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUM_CENTRES = (512, 128)
 
 
 class PointNet2(nn.Module):
-    """Predicts logits of parts, (B, N, NUM_PARTS), from points (B, N, 6), xyz and normals, and categories (B,)."""
+    """Predict logits of parts, (B, N, NUM_PARTS), from points (B, N, 6), xyz and normals, and categories (B,)."""
 
     def __init__(self, task: PartSegmentation) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class PointNet2(nn.Module):
 
 
 class SetAbstraction(nn.Module):
-    """Chooses centres, and computes features of their neighbourhoods at several scales."""
+    """Choose centres, and compute features of their neighbourhoods at several scales."""
 
     def __init__(self, inputs: int, num_centres: int, scales: Sequence[Scale]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class SetAbstraction(nn.Module):
 
 
 class GlobalAbstraction(nn.Module):
-    """Computes one feature vector for the whole cloud, at the origin."""
+    """Compute one feature vector for the whole cloud, at the origin."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class GlobalAbstraction(nn.Module):
 
 
 class FeaturePropagation(nn.Module):
-    """Interpolates features of coarse points at fine points, and combines them with the features of the fine points."""
+    """Interpolate features of coarse points at fine points, and combine them with the features of the fine points."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class FeaturePropagation(nn.Module):
 
 
 def shared_layers(inputs: int, widths: Sequence[int], *, dims: int) -> nn.Sequential:
-    """Layers that apply the same weights to every point: 1x1 convolutions over one or two axes of points."""
+    """Return layers that apply the same weights to every point: 1x1 convolutions over one or two axes of points."""
     convolution, norm = (nn.Conv1d, nn.BatchNorm1d) if dims == 1 else (nn.Conv2d, nn.BatchNorm2d)
     layers: list[nn.Module] = []
     for width in widths:
@@ -197,7 +197,7 @@ def ball_query(distances: Tensor, radius: float, num_neighbours: int) -> Tensor:
     tensor([[[1, 2, 3, 1]]])
     """
     num_clouds, num_centres, num_points = distances.shape
-    # the count of points inside rises along the index: the k-th neighbour is where it reaches k
+    # the number of points inside rises along the index, and the k-th neighbour is where it reaches k
     inside = (distances <= radius**2).cumsum(-1, dtype=torch.int32)
     wanted = torch.arange(1, num_neighbours + 1, dtype=torch.int32, device=distances.device)
     index = torch.searchsorted(inside, wanted.expand(num_clouds, num_centres, -1).contiguous())

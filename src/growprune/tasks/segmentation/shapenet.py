@@ -158,7 +158,7 @@ def _read_shape(entry: str, root: Root) -> tuple[Floats, int]:
         raise GrowpruneError(f"cannot read {file} ({error})") from error
     if not text.strip():
         raise GrowpruneError("the shape has no points")
-    matrix = np.loadtxt(text.splitlines(), dtype=np.float32, comments=None, ndmin=2)  # whose errors name the line
+    matrix = np.loadtxt(text.splitlines(), dtype=np.float32, comments=None, ndmin=2)  # its errors name the line
     if matrix.shape[1] != 7:
         raise GrowpruneError(f"its lines have {matrix.shape[1]} numbers, not the 7 of x y z nx ny nz label")
     category = list(SYNSETS).index(synset)
@@ -215,7 +215,7 @@ def predict(logits: Tensor, categories: Tensor) -> Tensor:
 
 
 def shape_ious(predicted: Tensor, labels: Tensor, categories: Tensor) -> Tensor:
-    """Return the mean IoU of each shape over the parts of its category. A part that is nowhere counts as 1."""
+    """Return the mean IoU of each shape over the parts of its category; 1 for parts neither predicted nor true."""
     parts = torch.arange(NUM_PARTS, device=labels.device)
     is_predicted, is_true = predicted.unsqueeze(2) == parts, labels.unsqueeze(2) == parts  # (B, N, parts)
     intersection, union = (is_predicted & is_true).sum(1), (is_predicted | is_true).sum(1)

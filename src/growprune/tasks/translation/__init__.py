@@ -75,11 +75,11 @@ class Translation(Task):
         return Transformer(self)
 
     def narrower(self) -> Sequence[Task]:
-        """The task with smaller `d_model`, an even multiple of the same number of heads. `ffn` keeps its ratio."""
+        """Return the task with smaller `d_model`, even multiples of the same number of heads. `ffn` keeps its ratio."""
         return with_channels(self, "d_model", math.lcm(self.heads, 2), "ffn")
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """A source and a target of 64 tokens each."""
+        """Return a source and a target of 64 tokens each."""
         return torch.full((1, 64), EOS), torch.full((1, 64), EOS)
 
     def num_batches(self) -> int:
@@ -100,7 +100,7 @@ class Translation(Task):
         return (batch[1][:, 1:] != PAD).sum()
 
     def files(self) -> dict[str, bytes]:
-        """The sentencepiece model, which is needed to decode translations."""
+        """Return the sentencepiece model, which is needed to decode translations."""
         return {"pieces.model": self._pieces().model}
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:

@@ -104,7 +104,7 @@ class Batches:
         self._group = np.empty(len(pairs), np.int32)
         self._group[order] = np.cumsum(is_new)
         source, target, longer = source[order], target[order], longer[order]
-        self.cuts: list[tuple[int, int, int, int]] = []  # of each batch: start and end in the sorted order, its widths
+        self.cuts: list[tuple[int, int, int, int]] = []  # start and end of each batch in the sorted order, its widths
         start = 0
         while start < len(longer):  # the last pair of a batch is the longest, because `longer` never falls
             end = min(len(longer), start + max(1, max_tokens // int(longer[start])))
@@ -143,7 +143,7 @@ CHUNK = 10_000
 
 
 class Pieces:
-    """Converts text to tokens and back.
+    """Convert text to tokens and back.
 
     Args:
         model: a sentencepiece model.

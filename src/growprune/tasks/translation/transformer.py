@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         return self.dropout(x * math.sqrt(x.shape[2]) + positions)  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, V)"""
+        """Return the logits of the decoder output, (B, T, C) -> (B, T, V)."""
         return F.linear(self.decoder.norm(x), self.embedding.weight)
 
 
@@ -144,7 +144,7 @@ class Attention(nn.Module):
 
 
 class Decoding:
-    """Continues K hypotheses of each of B sentences token by token, and stores their keys and values.
+    """Continue K hypotheses of each of B sentences token by token, and store their keys and values.
 
     Args:
         source: (B, S).

@@ -1,4 +1,4 @@
-// What Python calls, through ctypes. Structures are those of growprune/deployment/cpu/library.py, field by field.
+// The functions that Python calls through ctypes. Structures match growprune/deployment/cpu/library.py field by field.
 #include "windows.h"
 
 using namespace gp;
@@ -22,20 +22,20 @@ template <class Kind, class... Arguments> Layer *made(const Arguments &...argume
 
 }  // namespace
 
-#define GP_API __attribute__((visibility("default")))  // all else is hidden, so that two libraries do not mix
+#define GP_API __attribute__((visibility("default")))  // all else is hidden, so that two libraries do not clash
 
 extern "C" {
 
 GP_API int gp_lanes() { return GP_LANES; }
 
-// Null if the tile is not possible, or memory runs out.
+// Prepares a product. Returns null if the tile is not possible, or memory runs out.
 GP_API Layer *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias,
                          int activation) {
     if (!is_valid(*matrix, *geometry, *tile)) return nullptr;
     return made<Plan>(*matrix, *geometry, *tile, bias, activation);
 }
 
-// Null if memory runs out.
+// Prepares a pool or a depthwise convolution. Returns null if memory runs out.
 GP_API Layer *gp_prepare_windows(const Geometry *geometry, const float *weights, const float *bias, int activation,
                                  int is_mean, int threads) {
     return made<Windows>(*geometry, weights, bias, activation, is_mean != 0, threads);
@@ -47,8 +47,8 @@ GP_API void gp_run(const BoundLayer *layers, int count) {
 
 GP_API void gp_free(Layer *layer) { delete layer; }
 
-// From here on jobs of the calling thread go to our own threads, and torch has one, until what this returns is given
-// back.
+// Makes jobs of the calling thread run on our own threads, and torch use one thread. To undo it, pass the result to
+// gp_end_alone.
 GP_API int gp_begin_alone() {
     uses_crew() = true;
     const int before = omp_get_max_threads();

@@ -1,4 +1,4 @@
-// What happens to a row of sums before it is written: residual, activation, store.
+// The beginning and the end of a row of sums: bias, residual, activation, store.
 #pragma once
 
 #include "vec.h"
@@ -7,21 +7,21 @@ namespace gp {
 
 enum Activation { NONE = 0, RELU = 1, GELU = 2, RELU6 = 3 };
 
-// Where one panel of columns ends up.
+// The inputs and outputs of one panel of columns, besides weights and X.
 struct Ends {
-    bool is_first, is_last;  // of the K blocks: sums begin with the bias, or are finished
+    bool is_first, is_last;  // K block: its sums begin with the bias, or are finished
     const float *bias;       // one for each row, zeros where the layer has none
     const float *residual;   // the panel's first column, or null
     Index residual_stride;
     float *y;  // the panel's first column
     Index y_stride;
     float *sums;   // [rows][stride], private to a thread
-    Index stride;  // floats in a row of a panel, of the packed X too
+    Index stride;  // floats in a row of a panel, and in a row of the packed X
     int activation;
-    int tail;  // how many lanes of the last vector are columns
+    int tail;  // number of lanes of the last vector that are columns
 };
 
-// erf up to 4, good to 4e-7, is x times a quotient of two polynomials of its square; in float32 it is 1 from there on.
+// For |x| < 4, erf(x) is x times a quotient of two polynomials of x * x, up to 4e-7. Beyond, it is 1 or -1 in float32.
 constexpr float ABOVE[] = {-2.72614225801306e-10f, 2.77068142495902e-08f,  -2.10102402082508e-06f,
                            -5.69250639462346e-05f, -7.34990630326855e-04f, -2.95459980854025e-03f,
                            -1.60960333262415e-02f};
@@ -42,7 +42,7 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type erf_of(typename Vec<lan
     return x >= four ? one : (x <= -four ? -one : found);
 }
 
-// Out of line: it is long, and every kernel would have its own copy.
+// Not inline, because it is long and every kernel would have its own copy.
 template <int lanes> __attribute__((noinline)) void gelu(float *values, int vectors) {
     for (int u = 0; u < vectors; ++u) {
         const typename Vec<lanes>::type x = load<lanes>(values + u * lanes);

@@ -1,4 +1,4 @@
-// Which inner loop serves which blocks, lanes and number of vectors.
+// Finds the inner loop for a shape of blocks, a number of lanes and a number of vectors.
 #pragma once
 
 #include <utility>
@@ -10,7 +10,7 @@ namespace gp {
 
 constexpr int MOST_VECTORS = 8, MOST_VECTORS_OF_EIGHT = 3;
 
-// How many vectors of so many lanes a panel may have; 0 if there is no such kernel. Short vectors are for few columns.
+// Returns how many vectors of `lanes` floats a panel may have, or 0 without a kernel. Few columns have short vectors.
 inline int most_vectors(int lanes, int height) {
     if (lanes == GP_LANES) return height == 8 ? MOST_VECTORS_OF_EIGHT : MOST_VECTORS;
     return lanes == 1 || (lanes < GP_LANES && (lanes == 4 || lanes == 8)) ? 1 : 0;
@@ -40,7 +40,7 @@ template <> inline const Kernel *kernels_of<1>(int height, int width) {
     return height == 8 ? of_eight : width == 8 ? wide : single;
 }
 
-// By the number of vectors in a panel.
+// Returns the kernels for a matrix, indexed by the number of vectors in a panel.
 inline const Kernel *find_kernels(const Matrix &matrix, int lanes) {
     if (lanes == GP_LANES) return kernels_of<GP_LANES>(matrix.height, matrix.width);
     if (lanes == 8) return kernels_of<8>(matrix.height, matrix.width);

@@ -1,9 +1,9 @@
-// Copying a block of X to where the kernels read it: rows k of the block, U vectors of columns each, aligned.
+// Packs a block of X for the kernels: rows k of the block with U vectors of columns each, aligned.
 //
-// A convolution is the same product, only packed otherwise. X is [channels][batch * height * width], and row k of the
-// product is (tap, channel) = (k / channels, k % channels): the channel as this tap of the kernel sees it. What a tap
-// reads for a vector of output columns is found when the plan is made; X is never unfolded. Of a convolution with
-// strides, X is first cut into *phases*, such as the odd columns of even rows: in each, neighbours are read together.
+// A convolution is the same product with another packing. X is [channels][batch * height * width], and row k of the
+// product is (tap, channel) = (k / channels, k % channels): the channel as this tap of the kernel sees it. The inputs
+// of a tap for each vector of output columns are found when the plan is made, so X is never unfolded. For strides, X is
+// first divided into *phases*, such as the odd columns of even rows, in which neighbours are read together.
 #pragma once
 
 #include <vector>
@@ -20,7 +20,7 @@ struct Geometry {
     Index columns() const { return Index(batch) * out_height * out_width; }
     Index in_columns() const { return Index(batch) * height * width; }
     int taps() const { return kernel_height * kernel_width; }
-    // The input column that a tap reads for an output column; -1 in the padding.
+    // Returns the input column that a tap reads for an output column, or -1 in the padding.
     Index source(int tap, Index column) const {
         const Index image = column / (Index(out_height) * out_width), place = column % (Index(out_height) * out_width);
         const Index row = place / out_width * stride_height - padding_top + tap / kernel_width * dilation_height;
@@ -30,18 +30,18 @@ struct Geometry {
     }
 };
 
-// How one tap reads the vector of inputs that one vector of outputs needs: together, or from some windows.
+// How one tap reads the inputs of one vector of outputs: as neighbours, or from several windows.
 struct Load {
-    std::int32_t start;         // the input column of lane 0, were it not masked; with windows, of the first lane
+    std::int32_t start;         // input column of lane 0, even if it is masked; with windows, of the first lane kept
     std::uint16_t keep;         // a bit for each lane that is not padding
-    std::uint16_t num_windows;  // 0 if lanes read neighbours
+    std::uint16_t num_windows;  // 0 if the lanes read neighbours
     std::uint32_t first_window;
 };
 
-// Inputs that lie within two vectors: where those begin, and by output lane which of their numbers it is.
+// Inputs within two consecutive vectors: where the vectors begin, and which of their numbers each output lane takes.
 struct Window {
     std::int32_t offset;  // from the start of the load
-    std::uint16_t keep, low, high;  // lanes of the output, and those that are read of either vector
+    std::uint16_t keep, low, high;  // lanes of the output, and lanes that are read of the two vectors
     std::int32_t at[16];
 
     bool operator==(const Window &other) const {
@@ -54,7 +54,7 @@ struct Source {
     std::int32_t tap, row;
 };
 
-// X, or its phases, and where it ends.
+// X or its phases, the distance between its rows, and where it ends.
 struct Input {
     const float *x;
     Index stride;
@@ -66,7 +66,7 @@ class Packing {
     Packing(const Geometry &given, int lanes) : geometry(given), num_lanes(lanes) {
         num_vectors = (geometry.columns() + lanes - 1) / lanes;
         const Index num_phases = Index(geometry.stride_height) * geometry.stride_width;
-        if (num_phases > 1 && geometry.taps() > num_phases) {  // else few numbers are read twice
+        if (num_phases > 1 && geometry.taps() > num_phases) {  // otherwise, few numbers are read twice
             Geometry cut{geometry.channels, geometry.batch, geometry.height, geometry.width, geometry.stride_height,
                          geometry.stride_width, geometry.stride_height, geometry.stride_width, 0, 0, 1, 1,
                          (geometry.height + geometry.stride_height - 1) / geometry.stride_height,
@@ -77,10 +77,10 @@ class Packing {
         }
         for (int tap = 0; tap < geometry.taps(); ++tap)
             for (Index v = 0; v < num_vectors; ++v) loads.push_back(describe(tap, v * lanes));
-        loads.resize(loads.size() + num_vectors);  // a tap that reads nothing, behind the others
+        loads.resize(loads.size() + num_vectors);  // one more tap, which reads nothing
     }
 
-    // The row of X, or of its phases, that a tap reads of a channel.
+    // Returns the row of X, or of its phases, that a tap reads for a channel.
     std::int32_t row_of(Index tap, Index channel) const {
         if (!phases) return static_cast<std::int32_t>(channel);
         const Index high = geometry.stride_height, wide = geometry.stride_width;
@@ -89,7 +89,7 @@ class Packing {
         return static_cast<std::int32_t>((channel * high + (down + high) % high) * wide + (across + wide) % wide);
     }
 
-    // What taps read: X itself, or its phases, which stay until the calling thread next asks for some.
+    // Returns what taps read: X itself, or its phases, which are valid until the calling thread next asks for phases.
     Input input(const float *x, Index x_stride, int threads) const {
         if (!phases) return {x, x_stride, x + (geometry.channels - 1) * x_stride + geometry.in_columns()};
         const Index count = phases->geometry.taps(), stride = phases->num_vectors * GP_LANES;
@@ -103,7 +103,7 @@ class Packing {
         return {cut, stride, cut + geometry.channels * count * stride};
     }
 
-    // Rows [from, end) of the product, for vectors [v, v + count); rows of `to` are `stride` floats apart.
+    // Packs rows [from, end) of the product for vectors [v, v + count). Rows of `to` are `stride` floats apart.
     template <int lanes> void pack(const Input &input, const Source *from, const Source *end, Index v, int count,
                                    float *to, Index stride) const {
         if (windows.empty())
@@ -112,8 +112,8 @@ class Packing {
             pack_rows<lanes, true>(input, from, end, v, count, to, stride);
     }
 
-    // The inputs of one load from a row of X, zeros in the padding. What is masked away may lie in another row, but not
-    // outside of X, where no whole vector is read. Without windows in its way, a loop of loads is twice as fast.
+    // Returns the inputs of one load from a row of X, with zeros in the padding. Masked lanes may be in another row,
+    // but no vector is read that reaches outside of X. A loop of loads without windows is twice as fast.
     template <int lanes, bool has_windows>
     static GP_INLINE typename Vec<lanes>::type read(const Load &load, const float *row, const Window *table,
                                                     const Input &input) {
@@ -141,13 +141,13 @@ class Packing {
         return gp::load<lanes>(found);
     }
 
-    // Whether any of some taps reads more than padding.
+    // True if any of the taps up to `last` reads more than padding.
     bool is_read(Index tap, Index last) const {
         const auto is_kept = [](const Load &load) { return load.keep != 0; };
         return std::any_of(loads.begin() + tap * num_vectors, loads.begin() + (last + 1) * num_vectors, is_kept);
     }
 
-    // Whether one tap reads the whole input as it is, and all others nothing but padding.
+    // True if one tap reads the whole input unchanged, and all others read only padding.
     bool is_copied() const {
         Index tap = -1;
         for (Index i = 0; i < geometry.taps() * num_vectors; ++i) {
@@ -179,7 +179,7 @@ class Packing {
         }
     }
 
-    // The place in its row of the number that a tap reads for an output column; -1 in the padding.
+    // Returns the place in its row of the number that a tap reads for an output column, or -1 in the padding.
     Index source(int tap, Index column) const {
         const Index at = geometry.source(tap, column);
         if (at < 0 || !phases) return at;
@@ -218,7 +218,7 @@ class Packing {
             keep &= ~window.keep;
             found.push_back(window);
         }
-        const auto place = std::search(windows.begin(), windows.end(), found.begin(), found.end());  // most are alike
+        const auto place = std::search(windows.begin(), windows.end(), found.begin(), found.end());  // most are equal
         const auto first_window = static_cast<std::uint32_t>(place - windows.begin());
         if (place == windows.end()) windows.insert(place, found.begin(), found.end());
         return {static_cast<std::int32_t>(first), kept, static_cast<std::uint16_t>(found.size()), first_window};

@@ -6,7 +6,7 @@
 
 namespace gp {
 
-// X, Y and the residual: rows (features) `stride` floats apart, columns next to one another.
+// X, Y and the residual: rows (features) are `stride` floats apart, columns are adjacent.
 struct Operands {
     const float *x;
     Index x_stride;
@@ -23,7 +23,7 @@ class Layer {
     virtual void run(const Operands &operands) const = 0;
 };
 
-// A layer with what it reads and writes, as growprune/deployment/cpu/library.py has it, field by field.
+// A layer with what it reads and writes. It matches growprune/deployment/cpu/library.py field by field.
 struct BoundLayer {
     const Layer *layer;
     Operands operands;
@@ -37,7 +37,7 @@ class Plan : public Layer {
         num_panels = std::max<Index>(1, (packing.num_vectors + tile.vectors - 1) / tile.vectors);
         panel_groups = std::min(num_panels, std::max<Index>(1, tile.threads * ITEMS_OF_THREAD / tile.row_chunks));
         row_floats = Index(tile.vectors) * tile.lanes;
-        const auto tap_of = [&](Index column) {  // what overhangs is read by the last one, which reads nothing
+        const auto tap_of = [&](Index column) {  // columns of padding belong to the extra tap, which reads nothing
             return static_cast<std::int32_t>(std::min<Index>(column / geometry.channels, geometry.taps()));
         };
         is_in_place = row_floats == geometry.columns() && geometry.channels % matrix.width == 0 && packing.is_copied();
@@ -54,14 +54,14 @@ class Plan : public Layer {
         scratch_floats = (Index(tile.k_block) + (weights->num_k_blocks > 1 ? padded_rows : 0)) * row_floats;
     }
 
-    // Neighbouring items have the same rows, and so go to the same thread, which keeps their weights in its cache.
+    // Neighbouring items have the same rows, so they go to the same thread, which keeps their weights in its cache.
     void run(const Operands &operands) const override {
         const Input input = packing.input(operands.x, operands.x_stride, tile.threads);
         share(tile.row_chunks * panel_groups, tile.threads, [&](Index item) { run_item(operands, input, item); });
     }
 
   private:
-    // Panels differ by a vector at most, and where they are cut does not depend on the number of threads.
+    // Panels differ by at most one vector, and their bounds do not depend on the number of threads.
     Index panel_start(Index panel) const { return panel * packing.num_vectors / num_panels; }
 
     void run_item(const Operands &operands, const Input &input, Index item) const {
@@ -96,7 +96,7 @@ class Plan : public Layer {
         }
     }
 
-    // The block of X that begins with row k: packed, or X itself where it lies as if it were.
+    // Returns the block of X that begins with row k: a packed copy, or X itself if it has the packed layout.
     const float *packed(const Input &input, Index k, Index v, int count, float *block) const {
         if (is_in_place && input.stride == row_floats) return input.x + k * row_floats;
         const Source *end = sources.data() + std::min<Index>(sources.size(), k + tile.k_block);
@@ -107,9 +107,9 @@ class Plan : public Layer {
     Tile tile;
     Index num_rows, num_panels, panel_groups, row_floats, scratch_floats;
     int activation;
-    bool is_in_place;  // whether rows of the product are those of X
+    bool is_in_place;  // true if the rows of the product are the rows of X
     Packing packing;
-    std::vector<Source> sources;  // of the rows of the product
+    std::vector<Source> sources;  // of each row of the product
     std::unique_ptr<Weights> weights;
     const Kernel *kernels;
     Buffer<float> bias_of_rows;

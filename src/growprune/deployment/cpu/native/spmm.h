@@ -8,9 +8,9 @@ namespace gp {
 
 using Kernel = void (*)(const Piece &, const float *x, const Ends &, Index num_rows);
 
-// A row at a time: U sums in registers; for each weight a broadcast and U multiply-adds with X straight from memory.
-// With few vectors there are several sets of sums, or each multiply-add would wait for the one before it. The sets
-// depend on the kernel only: so the order of additions, and every bit of the result, is the same for any number of
+// One row at a time: U sums in registers, and for each weight a broadcast and U multiply-adds with X from memory. With
+// few vectors there are several sets of sums, because otherwise each multiply-add would wait for the one before it. The
+// sets depend only on the kernel, so the order of additions, and every bit of the result, is the same for any number of
 // threads.
 template <int lanes, int U> struct Sums {
     static constexpr int sets = lanes == 4 ? 4 : U <= 4 ? 2 : 1;
@@ -46,7 +46,7 @@ template <int lanes, int U> GP_INLINE void add_eights(Sums<lanes, U> &sums, cons
     }
 }
 
-// Unstructured weights (width 1) and blocks along the inputs (width 8).
+// Multiplies unstructured weights (width 1) or blocks along the inputs (width 8).
 template <int lanes, int U, int width> void rows_times(const Piece &piece, const float *x, const Ends &ends, Index) {
     const float *values = piece.values;
     const std::uint16_t *offsets = piece.offsets;
@@ -65,7 +65,7 @@ template <int lanes, int U, int width> void rows_times(const Piece &piece, const
         }
 }
 
-// Eight rows at a time, which share their inputs: each vector of X is loaded once for eight multiply-adds.
+// Multiplies eight rows at a time, which share their inputs: each vector of X is loaded once for eight multiply-adds.
 template <int lanes, int U>
 void eight_rows_times(const Piece &piece, const float *x, const Ends &ends, Index num_rows) {
     using V = typename Vec<lanes>::type;
@@ -89,16 +89,16 @@ void eight_rows_times(const Piece &piece, const float *x, const Ends &ends, Inde
         }
 }
 
-// One column: x is a plain vector, and there is nothing to keep in registers but the sums of a row.
+// Kernels for one column: x is a plain vector, and registers hold only the sums of a row.
 
-// Eight numbers of x from eight places. Gather instructions are no faster, and on many machines slower.
+// Returns eight numbers of x from eight places. Gather instructions are not faster, and on many machines slower.
 GP_INLINE Vec<8>::type look_up(const float *x, const std::uint16_t *at) {
     return Vec<8>::type{x[at[0]], x[at[1]], x[at[2]], x[at[3]], x[at[4]], x[at[5]], x[at[6]], x[at[7]]};
 }
 
 GP_INLINE float add_up(Vec<8>::type s) { return ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7])); }
 
-// A look-up for each weight, eight at a time in one vector.
+// Multiplies unstructured weights with a look-up for each weight, eight in one vector.
 inline void rows_times_one(const Piece &piece, const float *x, const Ends &ends, Index) {
     const float *values = piece.values;
     const std::uint16_t *offsets = piece.offsets;
@@ -118,7 +118,7 @@ inline void rows_times_one(const Piece &piece, const float *x, const Ends &ends,
         }
 }
 
-// 1x8: a dot product of eight at a time.
+// Multiplies blocks of 1x8, each with a dot product of eight numbers.
 inline void wide_rows_times_one(const Piece &piece, const float *x, const Ends &ends, Index) {
     const float *values = piece.values;
     const std::uint16_t *offsets = piece.offsets;
@@ -137,7 +137,7 @@ inline void wide_rows_times_one(const Piece &piece, const float *x, const Ends &
         }
 }
 
-// 8x1: eight sums side by side in one vector.
+// Multiplies blocks of 8x1, with eight sums side by side in one vector.
 inline void eight_rows_times_one(const Piece &piece, const float *x, const Ends &ends, Index num_rows) {
     const float *values = piece.values;
     const std::uint16_t *offsets = piece.offsets;

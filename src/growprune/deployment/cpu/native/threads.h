@@ -1,11 +1,11 @@
-// Work that several threads share, and who they are.
+// Shares work among threads: our own or OpenMP's.
 //
-// A job is cut into items. Each thread has a range of its own, so that it finds its weights in its cache; who is done
-// helps the others. So nobody waits for a thread that is not running, but for the one item that it may have begun.
+// A job is divided into items. Each thread has its own range, so that it finds its weights in its cache. A thread that
+// is done helps the others, so a thread that is not running delays the job at most by the one item that it has begun.
 //
-// The threads are ours, which spin for a short while and then sleep, or OpenMP's. OpenMP waits for all threads of a
-// team, even for those with nothing left to do, and spins for milliseconds. But it is what torch uses, and two sets of
-// spinning threads slow each other down. So ours are only for programs in which torch computes nothing large.
+// Our own threads spin for a short while and then sleep. OpenMP waits for all threads of a team, even for those with
+// nothing left to do, and spins for milliseconds. But torch uses OpenMP, and two sets of spinning threads slow each
+// other down. So our threads are only for programs in which torch computes nothing large.
 #pragma once
 
 #include <omp.h>
@@ -24,8 +24,8 @@
 namespace gp {
 
 constexpr int MOST_THREADS = 256;
-constexpr Index ITEMS_OF_THREAD = 8;  // so that little is left to do when the last one is taken
-constexpr std::chrono::microseconds SPIN{50};  // longer than the Python between two layers takes
+constexpr Index ITEMS_OF_THREAD = 8;  // small items, so that all threads end at about the same time
+constexpr std::chrono::microseconds SPIN{50};  // longer than the Python code between two layers
 
 GP_INLINE void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -35,7 +35,7 @@ GP_INLINE void relax() {
 #endif
 }
 
-// Waits for a short while; whether it came true.
+// Waits for a short while. Returns true if the condition became true.
 template <class Condition> bool spin_until(const Condition &is_true) {
     const auto end = std::chrono::steady_clock::now() + SPIN;
     do {
@@ -49,7 +49,7 @@ using Call = void (*)(const void *context, Index item);
 
 class Job {
   public:
-    // Called when no item of the job before it is left. From then on items may be taken.
+    // Begins a job when no item of the previous one is left. From then on, threads may take items.
     void begin(Call new_call, const void *new_context, Index new_items, int new_threads) {
         call = new_call, context = new_context, items = new_items, threads = new_threads;
         done.store(0, std::memory_order_relaxed);
@@ -57,8 +57,8 @@ class Job {
             left[i].count.store(first(i + 1) - first(i), std::memory_order_release);
     }
 
-    // A late thread may come while the next job begins. What it takes is then of that one: it reads the job's fields
-    // only after it has taken an item, and they stay until that is done.
+    // Takes and runs items. A late thread that comes while the next job begins takes items of that job: it reads the
+    // job's fields only after it has taken an item, and they stay until that item is done.
     void work(int self) {
         for (int i = 0, size = threads.load(std::memory_order_relaxed); i < size; ++i) {
             const int owner = self + i < size ? self + i : self + i - size;
@@ -101,7 +101,7 @@ class Crew {
         return *crew;
     }
 
-    // False if others have a job, or there can be no threads: then nothing was done.
+    // Runs a job. Returns false, without running it, if there is another job or threads cannot be created.
     bool run(Call call, const void *context, Index items, int threads) {
         const std::unique_lock<std::mutex> alone(busy, std::try_to_lock);
         if (!alone || !hire(threads - 1)) return false;
@@ -145,7 +145,7 @@ class Crew {
     }
 
     void wake(std::condition_variable &who) {
-        { const std::lock_guard<std::mutex> lock(sleep); }  // who is about to sleep does so first
+        { const std::lock_guard<std::mutex> lock(sleep); }  // a thread that is about to sleep does so first
         who.notify_all();
     }
 
@@ -158,13 +158,13 @@ class Crew {
     int num_hired = 0;
 };
 
-// Whether this thread's jobs go to our own threads.
+// True if this thread's jobs run on our own threads.
 inline bool &uses_crew() {
     static thread_local bool is_used = false;
     return is_used;
 }
 
-// Calls work(item) for all items, by several threads if that pays.
+// Calls work(item) for all items, on up to `threads` threads.
 template <class Work> void share(Index items, int threads, const Work &work) {
     const Call call = [](const void *context, Index item) { (*static_cast<const Work *>(context))(item); };
     if (threads > items) threads = static_cast<int>(items);

@@ -54,7 +54,7 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type broadcast(float value) 
     return value - typename Vec<lanes>::type{};  // not "+": -0.0f + 0.0f would be 0.0f
 }
 
-// The first `count` floats, and zeros behind them; nothing behind them is read.
+// Loads the first `count` floats, followed by zeros. Nothing after these floats is read.
 template <int lanes> GP_INLINE typename Vec<lanes>::type load_some(const float *from, int count) {
 #if defined(__AVX512F__)
     if constexpr (lanes == 16)
@@ -67,7 +67,7 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type load_some(const float *
 }
 
 #if defined(__AVX512VL__)
-#define GP_HAS_MASKED_LOADS  // which read nothing of lanes that are masked
+#define GP_HAS_MASKED_LOADS  // masked lanes are not read
 template <int lanes> GP_INLINE typename Vec<lanes>::type load_masked(const float *from, unsigned keep) {
     if constexpr (lanes == 16) return (Vec<16>::type)_mm512_maskz_loadu_ps(static_cast<__mmask16>(keep), from);
     if constexpr (lanes == 8) return (Vec<8>::type)_mm256_maskz_loadu_ps(static_cast<__mmask8>(keep), from);
@@ -76,7 +76,7 @@ template <int lanes> GP_INLINE typename Vec<lanes>::type load_masked(const float
 }
 #endif
 
-// Writes the first `count` floats; nothing behind them is touched.
+// Writes the first `count` floats, and nothing after them.
 template <int lanes> GP_INLINE void store_some(float *to, typename Vec<lanes>::type vector, int count) {
 #if defined(__AVX512F__)
     if constexpr (lanes == 16) {
@@ -90,7 +90,7 @@ template <int lanes> GP_INLINE void store_some(float *to, typename Vec<lanes>::t
     for (int i = 0; i < count; ++i) to[i] = some[i];
 }
 
-// The lanes whose bit is set in `keep`, those of `others` elsewhere; whatever is there, NaN included, is dropped.
+// Returns the lanes whose bit is set in `keep`, and `others` in the other lanes, whose numbers (also NaN) are dropped.
 template <int lanes>
 GP_INLINE typename Vec<lanes>::type keep_lanes(typename Vec<lanes>::type vector, unsigned keep,
                                                typename Vec<lanes>::type others = broadcast<lanes>(0)) {

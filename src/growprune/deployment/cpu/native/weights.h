@@ -1,9 +1,9 @@
 // A sparse matrix in the order in which the kernels read it.
 //
-// It is cut into K blocks of columns and, for threads, into chunks of rows. What lies in one of each is a piece: three
-// streams of values, offsets and row numbers. Rows of a piece are sorted by how many blocks they have, so that the trip
-// count of the inner loop repeats (a run) and its end is predicted. An offset is where in the packed input, counted in
-// floats, the row of X begins that a weight is multiplied by; it fits 16 bits.
+// It is divided into K blocks of columns and, for threads, into chunks of rows. A piece is the part in one K block and
+// one chunk: three streams of values, offsets and row numbers. Rows of a piece are sorted by their number of blocks, so
+// that the trip count of the inner loop repeats (a run) and the CPU predicts its end. An offset says where a weight's
+// row of X begins in the packed input, in floats; it fits in 16 bits.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,16 @@
 
 namespace gp {
 
-// Block sparse rows, as Python gives them: blocks of height x width, (1,1), (1,8) or (8,1).
+// Block sparse rows from Python, with blocks of height x width: (1,1), (1,8) or (8,1).
 struct Matrix {
     Index rows, columns;
     std::int32_t height, width;
-    const Index *starts;         // of each row of blocks, one more than there are
-    const std::int32_t *places;  // of each block: its column divided by the width
-    const float *values;         // of each block: height * width
+    const Index *starts;         // where each row of blocks begins, and the end of the last
+    const std::int32_t *places;  // the first column of each block divided by the width
+    const float *values;         // height * width values of each block
 };
 
-// A matrix without the columns of blocks that hold no weight, or whose inputs are not wanted: X is packed without them.
+// A matrix without the columns of blocks that have no weights or unwanted inputs, so that X is packed without them.
 class Packed {
   public:
     template <class Wanted> Packed(const Matrix &given, bool keeps_all, const Wanted &is_wanted) : matrix(given) {
@@ -54,7 +54,7 @@ class Packed {
     }
 
     Matrix matrix;
-    std::vector<Index> columns;  // those that are left, as they were numbered; whole blocks
+    std::vector<Index> columns;  // old numbers of the columns that are left, in whole blocks
 
   private:
     std::vector<Index> starts;
@@ -82,7 +82,7 @@ struct Free {
 };
 template <class T> using Buffer = std::unique_ptr<T[], Free>;
 
-// Aligned to cache lines, and with a line to spare behind it, since kernels may look ahead.
+// Allocates zeros, aligned to cache lines, and a spare line at the end, because kernels may read ahead.
 template <class T> Buffer<T> make_buffer(std::size_t count) {
     const std::size_t bytes = (count * sizeof(T) + 127) / 64 * 64;
     void *memory = std::aligned_alloc(64, bytes);
@@ -91,8 +91,8 @@ template <class T> Buffer<T> make_buffer(std::size_t count) {
     return Buffer<T>(static_cast<T *>(memory));
 }
 
-// Room for numbers that are soon used. Each thread has one for each purpose, which stays in its cache; it grows when
-// more is first needed, so that later calls allocate nothing, and calls by several threads are apart.
+// Returns memory for temporary numbers. Each thread has its own for each purpose, which stays in its cache. It grows
+// when more is first needed, so later calls allocate nothing.
 template <class Purpose> float *scratch_of_thread(Index floats) {
     static thread_local Buffer<float> room;
     static thread_local Index size = 0;
@@ -112,7 +112,7 @@ class Weights {
         values = make_buffer<float>(num_blocks * matrix.height * matrix.width);
         offsets = make_buffer<std::uint16_t>(num_blocks);
         fill();
-        this->matrix.starts = nullptr, this->matrix.places = nullptr, this->matrix.values = nullptr;  // not ours
+        this->matrix.starts = nullptr, this->matrix.places = nullptr, this->matrix.values = nullptr;  // only for `fill`
     }
 
     Piece piece(Index k_block, Index chunk) const {
@@ -129,7 +129,7 @@ class Weights {
         Index run, row, block;
     };
 
-    // Chunks have about as many weights each, a row counting as a few on top, since it is begun and ended as well.
+    // Chunks have about the same number of weights. Each row counts as a few more, for its beginning and its end.
     std::vector<Index> cut_rows() const {
         constexpr Index extra = 4;
         const Index total = matrix.starts[num_block_rows] + extra * num_block_rows;
@@ -143,7 +143,7 @@ class Weights {
     }
 
     void fill() {
-        std::vector<Index> next(matrix.starts, matrix.starts + num_block_rows);  // what is not yet copied of each row
+        std::vector<Index> next(matrix.starts, matrix.starts + num_block_rows);  // first block to copy, by row
         const std::vector<Index> cuts = cut_rows();
         Place place{0, 0, 0};
         for (Index chunk = 0; chunk < tile.row_chunks; ++chunk)
@@ -156,7 +156,7 @@ class Weights {
 
     Place fill_piece(Place place, Index k, Index first, Index last, std::vector<Index> &next) {
         const Index end = (k + 1) * tile.k_block / matrix.width;
-        const bool is_every_row_due = k == 0 || k == num_k_blocks - 1;  // the bias goes in there, or the result out
+        const bool is_every_row_due = k == 0 || k == num_k_blocks - 1;  // it reads the bias or writes the result
         std::vector<std::pair<std::uint32_t, std::uint32_t>> counted;
         for (Index row = first; row < last; ++row) {
             Index stop = next[row];

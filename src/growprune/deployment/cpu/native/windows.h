@@ -1,5 +1,5 @@
-// Windows of each channel by itself: their largest number, their mean, or their weighted sum (a depthwise convolution),
-// for activations [channels][batch * height * width].
+// The maximum, the mean, or the weighted sum (a depthwise convolution) of windows of each channel, for activations
+// [channels][batch * height * width].
 #pragma once
 
 #include <limits>
@@ -12,7 +12,7 @@ enum Joined { LARGEST, MEAN, WEIGHTED };
 
 class Windows : public Layer {
   public:
-    // Weights are [channels][taps], or null. A mean is of windows without padding.
+    // Weights are [channels][taps], or null. The windows of a mean have no padding.
     Windows(const Geometry &geometry, const float *weights, const float *bias, int activation, bool is_mean,
             int threads)
         : packing(geometry, GP_LANES), activation(activation), threads(threads) {
@@ -54,7 +54,7 @@ class Windows : public Layer {
         for (; v < packing.num_vectors; ++v) run_vectors<kind, 1, true>(operands, input, channel, v);
     }
 
-    // Several vectors at a time, or each sum would wait for the one before it.
+    // Computes several vectors at a time, because otherwise each sum would wait for the one before it.
     template <Joined kind, int U, bool has_windows>
     GP_INLINE void run_vectors(const Operands &operands, const Input &input, Index channel, Index v) const {
         const Index num_vectors = packing.num_vectors, taps = packing.geometry.taps(), at = v * GP_LANES;
@@ -93,7 +93,7 @@ class Windows : public Layer {
         }
     }
 
-    // One window over each image, whose numbers lie next to one another.
+    // Computes the means of whole images, whose numbers are adjacent.
     void mean_of_images(const Operands &operands, Index channel) const {
         const Index size = packing.geometry.taps();
         const float *row = operands.x + channel * operands.x_stride;
@@ -108,7 +108,7 @@ class Windows : public Layer {
     }
 
     Packing packing;
-    std::vector<Index> rows_from_first;  // of X or its phases, by tap
+    std::vector<Index> rows_from_first;  // by tap: its row of X or its phases, relative to the first tap
     int activation, threads;
     Joined kind;
     bool is_whole;
