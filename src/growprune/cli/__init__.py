@@ -21,19 +21,8 @@ from growprune.cli.pruning import perplexity, prune
 from growprune.cli.training import demo, resume, train
 
 VERBS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "list": list_,
-    "plan": plan,
-    "train": train,
-    "resume": resume,
-    "inspect": inspect,
-    "prune": prune,
-    "perplexity": perplexity,
-    "convert": convert,
-    "report": report,
-    "compare": compare,
-    "deploy": deploy,
-    "doctor": doctor,
+    verb.__name__.removesuffix("_"): verb
+    for verb in (demo, list_, plan, train, resume, inspect, prune, perplexity, convert, report, compare, deploy, doctor)
 }
 
 show_usage_errors_in_one_line()

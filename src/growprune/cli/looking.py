@@ -15,6 +15,7 @@ from growprune.cli.app import AsJson, Data, RecipeName, Settings, one_line_error
 from growprune.cli.screen import new_table, out, print_json, size
 from growprune.errors import GrowpruneError
 from growprune.plan import Row, fold
+from growprune.plan.settings import one_of
 
 if TYPE_CHECKING:
     from growprune.engine.cost import Cost
@@ -49,9 +50,7 @@ def list_(
             if names:
                 count = sum(name in MEASURED for name in names) or "none"
                 kinds["recipes"][f"{study}/..."] = f"{len(names)} recipes, {count} measured: {', '.join(methods)}"
-    if what and what not in kinds:
-        raise GrowpruneError(f"KIND must be one of {', '.join(kinds)}, got {what!r}")
-    chosen = {what: kinds[what]} if what else kinds
+    chosen = {what: kinds[one_of("KIND", what, kinds)]} if what else kinds
     found = {kind: {n: text for n, text in things.items() if containing in n} for kind, things in chosen.items()}
     if not any(found.values()):
         raise GrowpruneError(f"no {what or 'methods, tasks or recipes'} with {containing!r} in the name")

@@ -26,9 +26,9 @@ from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import GrowpruneError, shorten
 from growprune.masks.allocation import ALLOCATIONS
 from growprune.masks.partition import PARTS, Partition
-from growprune.methods import METHODS, dense
+from growprune.methods import GROWING, METHODS, dense
 from growprune.plan import Plan, declaration_of, fill_lengths, plan_length
-from growprune.plan.settings import check_counts, is_number
+from growprune.plan.settings import check_counts, is_number, one_of
 from growprune.runs.record import DENSE, EQUAL, SMALL_DENSE, small_name
 from growprune.sparse.flops import Flops, count_flops
 from growprune.sparse.model import SparseModel
@@ -245,8 +245,7 @@ def _value(key: str, text: str, row: Row, recipe: Recipe) -> str:
     return repr(int(product) if isinstance(own, int) and product.is_integer() else product)
 
 
-KINDS = ("epochs", "flops", "paper")
-PAPER_RATIO = {"cyclic_gap": 4, "parallel_gap": 4, "random_gap": 4, "gradual_gap": 4, "parallel_gradual_gap": 4}
+PAPER_RATIO = 4
 """Training length of the GaP methods in the paper, about, as a multiple of dense."""
 
 
@@ -259,8 +258,7 @@ class Budget:
     """Limit of every row with equal FLOPs."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise GrowpruneError(f"--budget must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        one_of("--budget", self.kind, ("epochs", "flops", "paper"))
         check_counts(1, epochs=self.epochs)
         check_counts(self.epochs, max_epochs=self.max_epochs)
 
@@ -275,7 +273,7 @@ class Budget:
         For a small model, `share` is the cost of its forward pass as a fraction of the full one.
         """
         if self.kind == "paper":
-            return self.epochs * PAPER_RATIO.get(method.__name__, 1)
+            return self.epochs * (PAPER_RATIO if method in GROWING else 1)
         if self.kind == "flops":
 
             def is_enough(epochs: int) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
@@ -21,12 +21,8 @@ from growprune.sparse.stepper import LR_RAMP
 from growprune.tasks.task import Task
 from growprune.training.settings import FirstMask, Resolved, Settings
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    kind.__name__.lower(): kind for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad)
 }
 
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from growprune.errors import GrowpruneError
 from growprune.logs.rows import Row, StandingRows, read_events
 
-LOGS = {"csv": "growprune.logs.csv_log", "tensorboard": "growprune.logs.tensorboard_log"}
-"""The module with the Writer of each log format. Loaded on first use."""
+LOGS = ("csv", "tensorboard")
+"""The log formats. The Writer of each is in a module of that name with `_log`, which is loaded on first use."""
 
 ENDS = ("finished", "interrupted", "failed")
 
@@ -41,12 +41,13 @@ class Logs:
     """A listener that writes the logs of a run into its folder.
 
     Args:
-        names: log formats, keys of LOGS.
+        names: log formats, as in LOGS.
     """
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self._folder = folder
-        self._writers: list[Writer] = [importlib.import_module(LOGS[name]).Writer(folder) for name in names]
+        modules = [importlib.import_module(f"growprune.logs.{name}_log") for name in names]
+        self._writers: list[Writer] = [module.Writer(folder) for module in modules]
         self._rows: StandingRows | None = None
 
     def __call__(self, event: Mapping[str, Any]) -> None:

@@ -76,12 +76,7 @@ def global_no_floor(model: Sequence[Weight], part: Sequence[Weight], sparsity: f
 
 RANKINGS = (global_, global_no_floor)
 """The allocations under which layers have no fixed counts."""
-ALLOCATIONS: dict[str, Allocation] = {
-    "uniform": uniform,
-    "erk": erk,
-    "global": global_,
-    "global_no_floor": global_no_floor,
-}
+ALLOCATIONS: dict[str, Allocation] = {each.__name__.removesuffix("_"): each for each in (uniform, erk, *RANKINGS)}
 
 
 def parse_allocation(name: str) -> Allocation:

@@ -354,7 +354,10 @@ class Balanced(Contiguous):
 class Named:
     """Choose the parts by hand, as lists of module names."""
 
-    parts: tuple[tuple[str, ...], ...]
+    parts: Sequence[Sequence[str]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(tuple(names) for names in self.parts))
 
     def __str__(self) -> str:
         return f"named({json.dumps(self.parts)})"
@@ -381,14 +384,10 @@ class PerLayer:
         return Partition.per_layer(model, **names)
 
 
-def named(parts: Sequence[Sequence[str]]) -> Named:
-    """Choose the parts by hand, as lists of module names."""
-    return Named(tuple(tuple(names) for names in parts))
-
-
 contiguous = Contiguous
 balanced = Balanced
 per_layer = PerLayer
+named = Named
 PartitionConfig: TypeAlias = Contiguous | Named | PerLayer
 KINDS: dict[str, Callable[..., PartitionConfig]] = {
     "contiguous": contiguous,

@@ -161,13 +161,7 @@ class Threshold(NamedTuple):
     """How many keys equal to it there are."""
 
 
-def kth_largest(
-    sources: Sequence[KeyChunks],
-    k: int,
-    *,
-    bits: int = 31,
-    digit_bits: int = 16,
-) -> Threshold:
+def kth_largest(sources: Sequence[KeyChunks], k: int, *, bits: int = 31, digit_bits: int = 16) -> Threshold:
     """Return the k-th largest key over all sources, for k >= 1.
 
     Args:

@@ -633,17 +633,13 @@ class Row:
     def first(self) -> ScheduledPhase:
         return self.phases[0]
 
-    @property
-    def last(self) -> ScheduledPhase:
-        return self.phases[-1]
-
     def __str__(self) -> str:
         """Describe the phases: "prune all to 0.1 ... 0.9"."""
         phase = self.first.phase
         if any(_parts(other) != _parts(self.first) for other in self.phases):
             return phase.say(f"{', '.join(edit.action.value for edit in phase.edits)} of changing parts")
         said = []
-        for first, last in zip(phase.edits, self.last.phase.edits, strict=True):
+        for first, last in zip(phase.edits, self.phases[-1].phase.edits, strict=True):
             begin, end = (f"{edit.share if edit.to is None else edit.to:.4g}" for edit in (first, last))
             lead = f"{first.action.value} " if first.to is None else f"{first.action.value} {first.part.name} to "
             value, *rest = str(first).removeprefix(lead).split(" ")

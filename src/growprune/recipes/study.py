@@ -134,12 +134,7 @@ OURS: dict[str, Row] = {
 
 
 def recipes(
-    name: str,
-    study: Study,
-    rows: Mapping[str, Row],
-    *,
-    like: str = "",
-    measured: Mapping[str, str] | None = None,
+    name: str, study: Study, rows: Mapping[str, Row], *, like: str = "", measured: Mapping[str, str] | None = None
 ) -> dict[str, Callable[[], Recipe]]:
     """All recipes of a study, by full name.
 

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 from growprune.errors import GrowpruneError, shorten
 from growprune.runs.record import Record, in_full
-from growprune.runs.result import Json, Metric, decimals, deviation, mean
+from growprune.runs.result import Json, Key, Metric, decimals, deviation, mean
 
 ROW = {"method", "options", "sparsity", "allocation", "scope", "parts", "seed"}
 """Fields of a recipe that may differ between rows, or between runs of a row. Older runs have a `scope`."""
@@ -190,8 +190,6 @@ def varying(found: Sequence[Json]) -> dict[str, list[Any]]:
     return {name: sorted(map(json.loads, texts), key=str) for name, texts in values.items() if len(texts) > 1}
 
 
-Key = TypeVar("Key")
-
 TOLERANCE = 0.0005
 """Difference from the target sparsity above which a row is off its target."""
 
@@ -203,14 +201,6 @@ class Spread:
     mean: float | None
     deviation: float | None
     count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """
-        >>> Spread.of([1.0, 3.0])
-        Spread(mean=2.0, deviation=1.4142135623730951, count=2)
-        """
-        return cls(mean(values), deviation(values), len(values))
 
 
 @dataclass(frozen=True)
@@ -325,7 +315,8 @@ class RunRow:
         return mean(self.values(figure).values())
 
     def spread(self, figure: str) -> Spread:
-        return Spread.of([*self.values(figure).values()])
+        values = self.values(figure).values()
+        return Spread(mean(values), deviation(values), len(values))
 
     def minus(self, other: RunRow) -> Gap | None:
         """The difference to another row on test data, paired by seed."""

@@ -69,10 +69,6 @@ class UnitByUnit:
         device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
         self.ranks = Ranks(mesh.get_group(), device)
 
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
     def done(self, module: nn.Module) -> None:
         """Called with each module whose parameters are filled, inner ones first."""
         if id(module) in self._left:
@@ -81,7 +77,7 @@ class UnitByUnit:
     def check_random_state(self) -> None:
         """Raise on all ranks if their random states differ."""
         mine = torch.get_rng_state().numpy().tobytes() + str(torch.initial_seed()).encode()
-        if differing := first_to_differ([mine], self.device, self.ranks.group):
+        if differing := first_to_differ([mine], self.ranks.device, self.ranks.group):
             raise GrowpruneError(
                 f"rank {differing[0]} has another random state than rank 0: call torch.manual_seed with the same seed "
                 f"on all ranks before the model is built"

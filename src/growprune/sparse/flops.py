@@ -118,10 +118,8 @@ class Flops:
 
     dense: int
     """The total of the dense model."""
-    by_layer: dict[str, int]
-    """The cost of each layer's weights, if dense. A product of two activations belongs to no layer."""
     by_weight: dict[str, int]
-    """The same for each weight, and for each other parameter."""
+    """The cost of each weight, and each other parameter, if dense. A product of two activations belongs to none."""
 
     def at(self, densities: Mapping[str, float]) -> int:
         """Return the total if only this share of each weight is live. A weight that is not named is dense.
@@ -154,8 +152,7 @@ def count_flops(model: nn.Module, example: Any) -> Flops:
         192
     """
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    layers = layer_weights(model)
-    weights = [weight for group in layers.values() for weight in group]
+    weights = [weight for group in layer_weights(model).values() for weight in group]
     known = {weight.parameter for weight in weights}
     weights += [Weight(name, name, shape_of(model, name)) for name, _ in model.named_parameters() if name not in known]
     counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
@@ -164,9 +161,7 @@ def count_flops(model: nn.Module, example: Any) -> Flops:
         charges = _Charges(counter, model, weights)
         with charges:
             torch.func.functional_call(model, buffers, args, kwargs)
-    by_weight = {weight.name: charges.of(weight) for weight in weights}
-    by_layer = {path: sum(by_weight[weight.name] for weight in group) for path, group in layers.items()}
-    return Flops(counter.get_total_flops(), by_layer, by_weight)
+    return Flops(counter.get_total_flops(), {weight.name: charges.of(weight) for weight in weights})
 
 
 def cost_factors(model: nn.Module, example: Any, weights: Sequence[Weight], power: float) -> dict[str, float]:

@@ -76,7 +76,7 @@ def sparse_init(
 
         shards = UnitByUnit(sparse, mesh, **(sharding or {}))
         shards.check_random_state()
-    device = torch.device(device) if shards is None else shards.device
+    device = torch.device(device) if shards is None else shards.ranks.device
     edit = prune(sparse.whole, to=sparse.target_sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
     for shared in sparse.editor.pools(edit) if sparse.target_sparsity > 0 else ():
@@ -91,16 +91,11 @@ def sparse_init(
     return sparse
 
 
-def dense_init(
-    build: Callable[[], nn.Module],
-    *,
-    device: torch.device | str = "cpu",
-    initialise: Callable[[nn.Module], None] = reset,
-) -> nn.Module:
+def dense_init(build: Callable[[], nn.Module], *, initialise: Callable[[nn.Module], None] = reset) -> nn.Module:
     """Build a dense model with the same initial weights as `sparse_init`, drawn in the same order."""
     with torch.device("meta"):
         model = build()
-    list(_fill(model, torch.device(device), initialise))
+    list(_fill(model, torch.device("cpu"), initialise))
     return model
 
 

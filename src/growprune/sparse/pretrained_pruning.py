@@ -20,7 +20,7 @@ from growprune.masks.partition import blocks_of
 from growprune.masks.patterns import NofM, Pattern, parse_pattern
 from growprune.masks.ranking import check_finite
 from growprune.plan import prune
-from growprune.plan.settings import check_counts
+from growprune.plan.settings import check_counts, one_of
 from growprune.sparse.calibration import Calibration, Forward, looking_only, read_batches
 from growprune.sparse.layer_choice import (
     DAMPENING,
@@ -110,10 +110,8 @@ def prune_pretrained(
 def _check(model: nn.Module, by: str, unreached: str, allocation: str, reconstruct: int) -> None:
     """Raise, before anything is changed, if the arguments are wrong."""
     check_counts(0, reconstruct=reconstruct)
-    choices = {"by": (by, CRITERIA), "unreached": (unreached, ("error", "magnitude"))}
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    one_of("by", by, CRITERIA)
+    one_of("unreached", unreached, ("error", "magnitude"))
     if allocation in ("global", "global_no_floor") and (by != "magnitude" or reconstruct):
         what, way = (f"by={by!r}", "by='magnitude'") if by != "magnitude" else ("reconstruct", "reconstruct=0")
         raise GrowpruneError(

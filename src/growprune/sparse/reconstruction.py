@@ -46,15 +46,11 @@ def recorded(block: nn.Module | None) -> Iterator[list[Call]]:
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         calls.append(Call(*begun.pop(), [_copied(leaf) for leaf in _floats(output)]))
 
-    handles: list[Any] = []
-    if block is not None:
-        handles.append(block.register_forward_pre_hook(begin, with_kwargs=True))
-        handles.append(block.register_forward_hook(end, with_kwargs=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        if block is not None:
+            hooks.enter_context(block.register_forward_pre_hook(begin, with_kwargs=True))
+            hooks.enter_context(block.register_forward_hook(end, with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -65,12 +61,10 @@ def checked_sizes(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     def add(name: str, module: nn.Module, *tensors: Any) -> None:
         sizes[name] += sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
-    handles = [block.register_forward_hook(partial(add, name), with_kwargs=True) for name, block in blocks.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, block in blocks.items():
+            hooks.enter_context(block.register_forward_hook(partial(add, name), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     largest = max(sizes, key=lambda name: sizes[name], default="")
     if largest and sizes[largest] > LIMIT:
         raise GrowpruneError(

@@ -234,11 +234,7 @@ class CompactConvolution(torch.autograd.Function):
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: linear,
-    nn.Conv1d: convolution,
-    nn.Conv2d: convolution,
-    nn.Conv3d: convolution,
-    nn.ConvTranspose1d: transposed_convolution,
-    nn.ConvTranspose2d: transposed_convolution,
-    nn.ConvTranspose3d: transposed_convolution,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), convolution),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), transposed_convolution),
 }
 """By the class of a layer: the function that replaces its forward."""
