@@ -247,7 +247,7 @@ def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
     onnx.save(model, path)
     assert gp.from_onnx(path)(torch.ones(2, 2)).tolist() == [[3.0, 3.0], [1.0, 9.0]]
     with pytest.warns(UserWarning, match="not compared with onnxruntime"):
-        onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [torch.ones(2, 2)])
+        onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [torch.ones(2, 2)], {})
 
 
 @pytest.mark.parametrize("indices", [[1, 5], [[0, 1], [1, 2]]])
@@ -361,9 +361,9 @@ def test_outputs_of_yes_and_no_are_compared_with_onnxruntime(tmp_path: Path) -> 
     model = onnx.load(path)
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.BOOL
     onnx.save(model, path)
-    onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [torch.randn(4, 4)])
+    onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [torch.randn(4, 4)], {})
     with pytest.raises(gp.GrowpruneError, match="onnxruntime"):
-        onnx_import.check_like_onnxruntime(path, torch.isnan, [torch.ones(4, 4)])
+        onnx_import.check_like_onnxruntime(path, torch.isnan, [torch.ones(4, 4)], {})
 
 
 def test_quantized_weights_are_compared_with_the_numbers_of_the_file(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_quantized_weights_are_compared_with_the_numbers_of_the_file(tmp_path: P
     stored = {"q": numbers.integers(-5, 5, (3, 3)).astype(np.int8), "s": np.array(0.3, np.float32)}
     path = of_nodes(tmp_path / "m.onnx", nodes, {"x": [3, 3], **stored}, shape=[3, 3])
     x = torch.from_numpy(numbers.standard_normal((3, 3)).astype(np.float32))
-    onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [x])
+    onnx_import.check_like_onnxruntime(path, gp.from_onnx(path), [x], {})
 
 
 def test_other_outputs_than_those_of_onnxruntime_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,8 +381,9 @@ def test_other_outputs_than_those_of_onnxruntime_are_an_error(tmp_path: Path, mo
     path = of_nodes(tmp_path / "m.onnx", node, {"x": [64, 64], "w": np.eye(64, dtype=np.float32)})
     assert gp.deploy(path, seconds=0).table.rows[0].choice == "sparse"
     monkeypatch.setitem(onnx_import.OPERATIONS, "Relu", torch.sigmoid)
-    with pytest.raises(gp.GrowpruneError, match="onnxruntime"):
-        gp.deploy(path, seconds=0)
+    for example in (None, {"x": torch.randn(64, 64)}):
+        with pytest.raises(gp.GrowpruneError, match="onnxruntime"):
+            gp.deploy(path, example, seconds=0)
 
 
 def test_the_command_deploys_a_file_that_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

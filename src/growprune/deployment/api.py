@@ -103,8 +103,8 @@ def deploy(
         )
     whole = not callable(getattr(module_of(found), "generate", None)) if whole is None else whole
     deployed = _deploy_on_cpu(found, given, seconds=seconds, whole=whole, known=())
-    if onnx_file is not None and not given.kwargs:
-        check_like_onnxruntime(onnx_file, deployed, given.args)
+    if onnx_file is not None:
+        check_like_onnxruntime(onnx_file, deployed, given.args, given.kwargs)
     return deployed
 
 
@@ -176,7 +176,7 @@ def _deploy_on_cpu(
         of = f" in float32, which the CPU kernels need, but some in {', '.join(sorted(others))}" if others else ""
         warn(f"the model has no sparse weights{of}: it stays in torch as it is")
         in_torch = "the whole model"
-    elif keeps_state(module_of(model), example) and whole:
+    elif whole and keeps_state(module_of(model), example):
         warn(
             "the model keeps a state from call to call (a second call with the same input gives another output): it "
             "stays in torch; with whole=False only its layers are replaced, and its own code keeps the state"

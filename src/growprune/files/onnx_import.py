@@ -161,7 +161,9 @@ class OnnxModel(nn.Module):
 
 
 @torch.no_grad()
-def check_like_onnxruntime(path: str | os.PathLike[str], module: Callable[..., Any], example: Sequence[Tensor]) -> None:
+def check_like_onnxruntime(
+    path: str | os.PathLike[str], module: Callable[..., Any], args: Sequence[Tensor], kwargs: Mapping[str, Tensor]
+) -> None:
     """Raise if a module does not compute what onnxruntime computes with a file. Without onnxruntime, do nothing."""
     try:
         import onnxruntime
@@ -171,12 +173,13 @@ def check_like_onnxruntime(path: str | os.PathLike[str], module: Callable[..., A
         options = onnxruntime.SessionOptions()  # without what would quantize products with quantized weights
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-        given = {one.name: x.numpy() for one, x in zip(session.get_inputs(), example, strict=True)}
+        given = {one.name: x.numpy() for one, x in zip(session.get_inputs(), args, strict=not kwargs)}
+        given |= {name: x.numpy() for name, x in kwargs.items()}
         found = session.run(None, given)
     except Exception as error:  # its own, which have no class in common, for what it does not run
         warn(f"{os.fspath(path)} is not compared with onnxruntime, which does not run it ({_in_a_line(error)})")
         return
-    outputs = module(*example)
+    outputs = module(*args, **kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     for ours, theirs in zip(outputs, found, strict=True):
         expected = torch.as_tensor(theirs)
