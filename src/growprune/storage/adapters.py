@@ -31,14 +31,17 @@ WRITING = ("merge", "unmerge", "update_layer")
 """The methods of an adapter that may write into its layer; the last one on creation, as in PiSSA."""
 
 
-class LayerMasks(dict[str, SparseParameter]):
-    """How a layer's own parameters are stored, by local name. The layer holds it, so masks live as long as the layer.
+class LayerMasks:
+    """What a layer holds the storage of its parameters by, so that masks live as long as the layer.
 
     A deepcopy of the layer has a copy of it, so that the copied model keeps its zeros in training.
     """
 
+    def __init__(self, stored: dict[str, SparseParameter]) -> None:
+        self.stored = stored
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerMasks:
-        return LayerMasks(copy.deepcopy(dict(self), memo))
+        return LayerMasks(copy.deepcopy(self.stored, memo))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a model that is pickled leaves its SparseModel behind, and needs no growprune
@@ -46,7 +49,8 @@ class LayerMasks(dict[str, SparseParameter]):
 
 def stored_in(module: nn.Module) -> dict[str, SparseParameter]:
     """Return how a module's own sparse parameters are stored, by local name."""
-    return vars(module).get(SPARSE_PARAMETERS) or {}
+    masks = vars(module).get(SPARSE_PARAMETERS)
+    return {} if masks is None else masks.stored
 
 
 def check_adapters(model: nn.Module, names: Iterable[str]) -> None:
@@ -69,8 +73,8 @@ def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter
     for module in model.modules():  # if it is a copy of another sparse model: the masks from there count no more
         vars(module).pop(SPARSE_PARAMETERS, None)
     for name, sparse_parameter in sparse_parameters.items():
-        masks = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, LayerMasks())
-        masks[name.rpartition(".")[2]] = sparse_parameter
+        masks = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, LayerMasks({}))
+        masks.stored[name.rpartition(".")[2]] = sparse_parameter
     for module in filter(is_adapter, model.modules()):
         _guard(module, _innermost(module))
     _watch_for_adapters()
@@ -79,7 +83,7 @@ def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter
 def leaving_masks(model: nn.Module) -> dict[int, Any]:
     """Return a memo for `copy.deepcopy` that copies a model without its masks."""
     masks = (vars(module).get(SPARSE_PARAMETERS) for module in model.modules())
-    return {id(one): LayerMasks() for one in masks if one is not None}
+    return {id(one): LayerMasks({}) for one in masks if one is not None}
 
 
 def forget_masks(model: nn.Module) -> None:
