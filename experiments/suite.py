@@ -1,4 +1,4 @@
-"""The laptop suite: methods for sparse training on small models, each training about two minutes on one core.
+"""The laptop suite: methods for sparse training on small models, each training one to four minutes on one core.
 
     python experiments/suite.py --list                                    # what is there, and what is missing
     python experiments/suite.py --data DIR --cell shakespeare-90          # train what is missing of a cell
