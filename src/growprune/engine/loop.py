@@ -353,14 +353,16 @@ class Run:
         state, stage = self.state, branches[0].stage
         base = self.sparse.snapshot()
         returned: Snapshot = {}
+        is_trained = False
         for scheduled in branches:
             assert scheduled.branch is not None and scheduled.returns is not None
             if not self.mesh.is_local(scheduled.branch):
                 self.place.skip(scheduled)
                 continue
-            if returned:
+            if is_trained:
                 self.sparse.restore(base)
             self._train(scheduled)
+            is_trained = True
             if self.mesh.leads_group:
                 tally = state.accounting.branch or Tally()
                 self.folder.write_rows(stage, scheduled.branch, state.branch_rows, asdict(tally))

@@ -123,7 +123,10 @@ def load_sharded_checkpoint(
     if cursor is not None and index["cursor"] is None:
         raise GrowpruneError(f"{folder} was saved without a cursor: leave cursor out")
     if cursor is not None:
-        cursor.check_place(index["cursor"])
+        try:
+            cursor.check_place(index["cursor"])
+        except GrowpruneError as error:
+            raise GrowpruneError(f"{folder}: {error}") from None
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
     }

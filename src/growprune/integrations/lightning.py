@@ -86,7 +86,7 @@ class GrowPrune(SparseCallback, Callback):
             return
         if self._sparsifier is None and not is_fitting:
             return
-        check_state(state, "sparsifier", "figures", "rng")
+        check_state(state, "sparsifier", "figures", "rng", "num_edits_validated")
         check_saved(state["sparsifier"], self.settings)
         if self._sparsifier is None:
             self._sparsifier = self._make(trainer, pl_module, resume=state["sparsifier"])
@@ -120,7 +120,7 @@ class GrowPrune(SparseCallback, Callback):
         untyped.callbacks = [self, *(other for other in callbacks_of(trainer) if other is not self)]
         for judge, method in judging(trainer):
             call_only_if(functools.partial(self._is_to_judge, trainer), judge, method)
-        if self._loaded is not None and self._loaded["is_mid_epoch"]:
+        if self._loaded is not None and self._loaded.get("is_mid_epoch"):
             self._restore_random_numbers(trainer)  # creating the loader's iterator again drew one
         self._loaded = None
         vars(pl_module).pop("on_load_checkpoint", None)  # it cannot be pickled

@@ -22,7 +22,7 @@ from growprune.logs.rows import StandingRows, read_events
 from growprune.runs.result import NAMES, Json, Metric, Result
 
 RESULTS = "results.json"
-"""Name of the file."""
+"""The name of the file in which a study keeps the results of all its runs."""
 PACKED_FORMAT = 1
 _NAMES: disk.Names = {"format": int, "shared": dict, "runs": dict, "runs.*": dict, "tunings": dict, "tunings.*": dict}
 _ENTRY: Json = {"branch": None, "stage": 0, "edits": ""}
@@ -192,7 +192,7 @@ class Record:
 
     @cached_property
     def small(self) -> Json:
-        """For a small dense model, its target and size as stored by `compare.small`. Empty for all others."""
+        """For a small dense model, its target and size as stored by `make_small`. Empty for all others."""
         found = (self.recipe.get("options") or {}).get("small") if self.trains_dense else None
         return {} if found is None or disk.fault(found, _SMALL) else dict(found)
 

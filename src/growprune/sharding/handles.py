@@ -1,4 +1,4 @@
-"""Access to FSDP2's records of parameters. Only this file uses private names of torch (2.11 to 2.13).
+"""Access to FSDP2's records of parameters. Only this file uses private names of FSDP2 (torch 2.11 to 2.13).
 
 FSDP2 creates an `FSDPParam` of fixed size for each parameter. An edit changes the size, so it creates a new one with
 the same settings, in its place in the group that is sent together. Hooks, streams and the group stay unchanged.

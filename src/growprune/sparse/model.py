@@ -428,8 +428,8 @@ class SparseModel:
             mask = unpack(state["masks"][name], stored.shape, stored.parameter.device)
             if not torch.equal(mask, stored.mask()):
                 for stepper in self.steppers:
-                    if stepper.state_came_first is False:
-                        stepper.state_came_first = True
+                    if stepper.loaded:
+                        stepper.loaded = "state, then masks"
             with self.following(name):
                 stored.set_mask(mask)
         self.resume(state)
@@ -597,7 +597,7 @@ class SparseModel:
                 "cursor.advance(0) before the first step and cursor.advance(iteration) after each"
             )
         self._waiting = None
-        if self.storage == "compact" and stepper.state_came_first:
+        if self.storage == "compact" and stepper.loaded == "state, then masks":
             raise GrowpruneError(
                 "the optimizer's state was loaded before the SparseModel's, whose masks say which weights it belongs "
                 "to: load the SparseModel's state first, then the optimizer's"

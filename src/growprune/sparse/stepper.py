@@ -91,8 +91,8 @@ class Stepper:
         self._users_groups: list[Group] = []
         """During a step: the user's list of param groups."""
         self._dtype: torch.dtype | None = None
-        self.state_came_first: bool | None = None
-        """None unless state was loaded since the last step; True if other masks were loaded after it."""
+        self.loaded: Literal["", "state", "state, then masks"] = ""
+        """What was loaded since the last step: the optimizer's state, and perhaps other masks after it."""
 
     # A step
 
@@ -103,11 +103,11 @@ class Stepper:
         """
         self.restore_groups()  # those of a step that raised
         self._now = [(model, model.trained_by(optimizer)) for model in self.models()]
-        is_loaded = self.state_came_first is not None
+        is_loaded = bool(self.loaded)
         for model, _ in self._now:
             model.check_ready(self)
         if all(model.waiting is None for model, _ in self._now):
-            self.state_came_first = None
+            self.loaded = ""
         for model, trained in self._now if is_loaded else ():  # only now, since masks may be loaded after the state
             model.mask_weights(trained, (optimizer,), only_state=True)
         self._follow_dtype(optimizer)
@@ -256,7 +256,7 @@ class Stepper:
     # State
 
     def _follow_loaded_state(self, loaded: Optimizer) -> None:
-        self.state_came_first = False  # the next step masks it
+        self.loaded = "state"  # the next step masks it
 
     def _follow_dtype(self, optimizer: Optimizer) -> None:
         """Convert state if the model's dtype has changed since the last step, which torch does not do."""
