@@ -15,7 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pictures import GREEN, GREY, IMAGES, RED, svg, text
 from tables import put
+
+from growprune.engine.building import commit
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -41,6 +44,7 @@ def measure(runs: Path, threads: int) -> None:
     for name, (script, *words) in commands.items():
         command = [sys.executable, str(ROOT / "benchmarks" / script), *words, "--threads", str(threads)]
         subprocess.run([*command, "--json", str(STORED / f"{name}.json")], check=True)
+        (STORED / f"{name}.json").write_text(json.dumps({"commit": commit(), **stored(name)}, indent=1) + "\n")
 
 
 def stored(name: str) -> Any:
@@ -96,6 +100,41 @@ def generate() -> str:
     return "\n".join([*lines, ""])
 
 
+def picture() -> str:
+    """Top-1 against milliseconds of the deployed model, a panel for each batch; a line for the best dense engine."""
+    rows = [row for row in stored("trained")["rows"] if row["test"] is not None]
+    low, high = min(row["test"] for row in rows) - 0.5, max(row["test"] for row in rows) + 0.5
+    names, body = list(dict.fromkeys(row["mask"] for row in rows)), []
+    for number, batch in enumerate(dict.fromkeys(row["batch"] for row in rows)):
+        left, own = 60 + 330 * number, [row for row in rows if row["batch"] == batch]
+        dense = min(e["ms"] for row in own for e in row["engines"] if e["engine"] != "deployed" and e["ms"] is not None)
+        longest = 1.15 * max(dense, *(row["engines"][0]["ms"] for row in own))
+        at = left + 260 * dense / longest
+        body.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="240" stroke="{GREY}" stroke-dasharray="4"/>')
+        body.append(text(at, 14, f"dense {dense:.3g} ms", anchor="middle", size=12))
+        for tick in (k * longest / 4 for k in range(5)):
+            body.append(text(left + 260 * tick / longest, 258, f"{tick:.2g}", anchor="middle", size=11))
+        for tick in range(round(low + 0.5), round(high) + 1):
+            y = 240 - 220 * (tick - low) / (high - low)
+            body.append(
+                f'<line x1="{left}" x2="{left + 260}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GREY}" stroke-opacity="0.3"/>'
+            )
+            body.append(text(left - 8, y + 4, str(tick), anchor="end", size=11))
+        body.append(text(left + 130, 280, f"ms, batch {batch}", anchor="middle", size=13))
+        for row in own:
+            x, y = left + 260 * row["engines"][0]["ms"] / longest, 240 - 220 * (row["test"] - low) / (high - low)
+            colour = RED if row["mask"].startswith("gradual") else GREEN if row["mask"].startswith("gmp") else GREY
+            body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+            body.append(text(x + 7, y + 4, str(names.index(row["mask"]) + 1), size=12, colour=colour))
+    shares = {row["mask"]: row["operations"] for row in rows}
+    for number, name in enumerate(names):
+        words = f"{number + 1} {name}: {shares[name]:.2f} of the operations"
+        body.append(text(60, 306 + 18 * number, words, size=12))
+    body.append(text(10, 14, "top-1", size=12))
+    height = 306 + 18 * len(names)
+    return svg(700, height, body, "CIFAR-10, ResNet-18, 90 % sparse: top-1 against milliseconds on a CPU")
+
+
 PLACES = {"trained": ("deploying", trained), "generate": ("deploying", generate), "merging": ("pretrained", merging)}
 """By file of results: the page with its table, between two comments."""
 
@@ -112,6 +151,8 @@ def main() -> None:
         path = ROOT / "docs" / f"{page}.md"
         filled = put(path.read_text(), f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->", table())
         path.write_text(filled) if args.write or args.runs else print(table())
+    if args.write or args.runs:
+        (IMAGES / "deployed.svg").write_text(picture())
 
 
 if __name__ == "__main__":

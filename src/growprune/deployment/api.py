@@ -176,7 +176,7 @@ def _deploy_on_cpu(
         of = f" in float32, which the CPU kernels need, but some in {', '.join(sorted(others))}" if others else ""
         warn(f"the model has no sparse weights{of}: it stays in torch as it is")
         in_torch = "the whole model"
-    elif whole and keeps_state(module_of(model), example):
+    elif keeps_state(module_of(model), example) and whole:  # which raises if the model cannot take the example
         warn(
             "the model keeps a state from call to call (a second call with the same input gives another output): it "
             "stays in torch; with whole=False only its layers are replaced, and its own code keeps the state"
