@@ -207,7 +207,11 @@ def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if arguments.counts:
         settings = {"file": str(arguments.counts.resolve()), "seconds": arguments.seconds}
         totals = read_packed(arguments.counts)[0][COUNTED]["sparsity"]["totals"]
-        about = {"network": "cifar-resnet18-half", "mask": "half of the width, counts by layer", "batch": 1}
+        about = {
+            "network": "cifar-resnet18-half",
+            "mask": "half of the width, random masks with the counts of a trained one",
+            "batch": 1,
+        }
         about |= {"test": None, "operations": totals["flops_sparse"] / totals["flops_dense"]}
         yield measure("load_counts", settings, about, None, arguments)
     names = (
