@@ -136,7 +136,7 @@ def test_weights_that_are_frozen_are_named_as_why_there_are_no_gradients(method:
     [
         ({"storage": "compact"}, {}, "storage='masked', but this training has storage='compact': resume with"),
         ({"method": "set"}, {}, "method='rigl', but this Sparsifier has method='set': resume with"),
-        ({"every": 3}, {}, "belongs to another plan of rigl"),
+        ({"every": 3}, {}, "of another plan: resume with"),
         ({"keep_dense": []}, {}, "use the same keep_dense"),
         ({}, {"max_steps": 9}, r"has 8 optimizer steps, but the Trainer makes 9: set .*max_steps=8"),
     ],

@@ -229,10 +229,10 @@ def test_the_model_has_the_parameters_of_ssd300() -> None:
     heads = {"loc": 4 * (9 * inputs + 30), "conf": 81 * (9 * inputs + 30)}
     assert counts == {"backbone": backbone, "additional_blocks": blocks, **heads}
     assert sum(counts.values()) == 22_894_902
-    flops = count_flops(model, example).by_layer
-    assert flops["backbone.conv1"] == 2 * 150 * 150 * 64 * 3 * 49
-    assert flops["backbone.layer3.0.conv2"] == 2 * 38 * 38 * 256 * 256 * 9
-    assert flops["conf.5"] == 2 * 4 * 81 * 256 * 9
+    flops = count_flops(model, example).by_weight
+    assert flops["backbone.conv1.weight"] == 2 * 150 * 150 * 64 * 3 * 49
+    assert flops["backbone.layer3.0.conv2.weight"] == 2 * 38 * 38 * 256 * 256 * 9
+    assert flops["conf.5.weight"] == 2 * 4 * 81 * 256 * 9
 
 
 @pytest.mark.parametrize("depth, channels", [("resnet18", 4 * 8), ("resnet50", 16 * 8)])

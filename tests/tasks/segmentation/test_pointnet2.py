@@ -134,10 +134,10 @@ def test_flops_are_counted_on_the_meta_device_and_are_positions_times_weights() 
     task = PartSegmentation()
     with torch.device("meta"):
         flops = count_flops(task.build_model(), task.example())
-    assert flops.by_layer["sa1.branches.2.3"] == 2 * 512 * 128 * 64 * 96
-    assert flops.by_layer["sa2.branches.0.0"] == 2 * 128 * 64 * 323 * 128
-    assert flops.by_layer["fp1.layers.0"] == 2 * 2048 * 153 * 128
-    assert flops.dense == sum(flops.by_layer.values()) == 9_492_430_848
+    assert flops.by_weight["sa1.branches.2.3.weight"] == 2 * 512 * 128 * 64 * 96
+    assert flops.by_weight["sa2.branches.0.0.weight"] == 2 * 128 * 64 * 323 * 128
+    assert flops.by_weight["fp1.layers.0.weight"] == 2 * 2048 * 153 * 128
+    assert flops.dense == sum(flops.by_weight.values()) == 9_492_430_848
 
 
 def test_every_point_gets_logits_of_all_parts() -> None:
