@@ -9,7 +9,6 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import pack, unpack
 from growprune.masks.patterns import Pattern
-from growprune.plan.settings import one_of
 from growprune.storage.adapters import check_adapters, forget_masks, keep_masks
 from growprune.storage.compact import Compact
 from growprune.storage.masked import Masked
@@ -20,7 +19,9 @@ STORAGES: dict[str, type[SparseParameter]] = {"masked": Masked, "compact": Compa
 
 def store(model: nn.Module, names: Collection[str], storage: str, pattern: Pattern) -> dict[str, SparseParameter]:
     """Store these parameters in a storage. All are checked first, because storing may change the model."""
-    kind = STORAGES[one_of("storage", storage, STORAGES)]
+    if storage not in STORAGES:
+        raise GrowpruneError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
+    kind = STORAGES[storage]
     kind.check(model, names)
     for name in names:
         if (dtype := model.get_parameter(name).dtype).is_floating_point and dtype.itemsize == 1:

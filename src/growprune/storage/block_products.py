@@ -37,10 +37,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from growprune.errors import GrowpruneError
 from growprune.masks.patterns import Block, Pattern
-from growprune.plan.settings import one_of
 from growprune.storage import kernels
 
+WAYS = ("auto", "sparse", "dense")
 log = logging.getLogger(__name__)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -71,7 +72,6 @@ class LiveBlocks:
 
 def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] | None:
     """Return the height and width of a weight's blocks if there are products for them, else None."""
-    one_of("GROWPRUNE_BLOCK_PRODUCTS", WAY, ("auto", "sparse", "dense"))
     height, width = pattern.height, pattern.width
     if not isinstance(pattern, Block) or len(shape) != 2 or height % 32 or width % 32:
         return None
@@ -102,6 +102,11 @@ def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:
     parts = (row_starts, column_starts, columns, rows, rows_down, firsts, in_row[rows_down], nothing)
     sizes = (block_rows, block_columns, rows.numel(), height, width)
     return LiveBlocks(torch.cat(parts).to(torch.int32), sizes)
+
+
+def check_environment() -> None:
+    if WAY not in WAYS:
+        raise GrowpruneError(f"GROWPRUNE_BLOCK_PRODUCTS must be one of {', '.join(WAYS)}, got {WAY!r}")
 
 
 def can_run(blocks: LiveBlocks, x: Tensor) -> bool:

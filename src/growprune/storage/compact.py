@@ -25,7 +25,7 @@ from growprune.masks.bits import unpack
 from growprune.masks.layers import DENSE_SHAPES
 from growprune.masks.patterns import Pattern
 from growprune.storage import kernels
-from growprune.storage.block_products import block_of, live_blocks
+from growprune.storage.block_products import block_of, check_environment, live_blocks
 from growprune.storage.compact_layers import (
     FORWARDS,
     LAYOUTS,
@@ -51,6 +51,7 @@ class Compact(SparseParameter):
         self._group = pattern.run_length(self.shape, transposed=getattr(self.module, "transposed", False))
         """The number of consecutive elements that share a bit."""
         self._block = block_of(pattern, name, self.shape)
+        check_environment()
         self._record: Callable[[Tensor], None] | None = None
         self._listening: weakref.ref[nn.Parameter] | None = None
         set_layout(self.module, self._local, None)
