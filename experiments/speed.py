@@ -41,10 +41,11 @@ def measure(runs: Path, threads: int) -> None:
         "merging": ["merging.py"],
         "generate": ["generate.py"],
     }
+    code = commit()  # before its files are written
     for name, (script, *words) in commands.items():
         command = [sys.executable, str(ROOT / "benchmarks" / script), *words, "--threads", str(threads)]
         subprocess.run([*command, "--json", str(STORED / f"{name}.json")], check=True)
-        (STORED / f"{name}.json").write_text(json.dumps({"commit": commit(), **stored(name)}, indent=1) + "\n")
+        (STORED / f"{name}.json").write_text(json.dumps({"commit": code, **stored(name)}, indent=1) + "\n")
 
 
 def stored(name: str) -> Any:
