@@ -1,6 +1,7 @@
 """`growprune compare` as a person types it: what it runs, resumes, keeps and shows."""
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -219,9 +220,29 @@ def test_a_run_that_somebody_else_makes_is_left_to_them(tmp_path: Path) -> None:
     job.folder.mkdir(parents=True)
     told: list[str] = []
     with engine.RunFolder(job.folder).locked():
-        Working([job], 1, lambda job, event: told.append(event)).carry_out(lambda: False)
+        Working([job], 1, lambda job, event: told.append(event), itertools.count().__next__).carry_out(lambda: False)
     assert told == ["in use"]
     assert not job.failure.exists()
+
+
+def test_a_run_that_a_killed_comparison_is_still_saving_is_trained_when_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job,) = request(tmp_path, "rigl", "0").jobs()
+    job.folder.mkdir(parents=True)
+    told: list[str] = []
+    begin = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: begin([sys.executable, "-c", ""], **how))
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(engine.RunFolder(job.folder).locked())
+        looks = iter([lambda: None, lambda: None, lock.close])
+
+        def look() -> bool:
+            next(looks, lambda: None)()
+            return False
+
+        Working([job], 1, lambda job, event: told.append(event), lambda: 0.0).carry_out(look)
+    assert told == ["started", "failed"]  # the process did nothing
 
 
 def test_a_run_that_somebody_else_began_in_the_same_moment_has_not_failed(

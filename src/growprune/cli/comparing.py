@@ -114,7 +114,7 @@ def compare(
             is_done = _carry_out(jobs, workers, should_stop)
         comparison = request.table(jobs)
         show(comparison)
-    if not is_done or comparison.errors:
+    if not is_done or comparison.errors or not all(job.is_finished for job in jobs):
         raise typer.Exit(128 + should_stop.signal if should_stop.signal else 1)
 
 

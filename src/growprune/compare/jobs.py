@@ -161,6 +161,8 @@ STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 +
 """Exit codes of an interrupted run, with or without a checkpoint."""
 REFUSED = 2
 """Exit code of a run with invalid input or folder."""
+PATIENCE = 5.0
+"""How long runs that are in use are tried again, in seconds: workers of a killed comparison may still be saving."""
 EVERY_SECONDS = 30.0
 """How often the progress of a run is told."""
 
@@ -214,7 +216,11 @@ class Working:
                     is_stopping = True
                     self._stop()
                 while waiting and len(self.running) < self.workers and not is_stopping:
-                    self._begin(waiting.popleft())
+                    job = waiting.popleft()
+                    if self.seconds < PATIENCE and is_in_use(job.folder):
+                        waiting.append(job)
+                        break
+                    self._begin(job)
                 for job in [job for job, process in self.running.items() if process.poll() is not None]:
                     self.tell(job, _end(job, self.running.pop(job).returncode))
                 for job in [job for job in self.running if self.clock() - self._told[job] > EVERY_SECONDS]:
