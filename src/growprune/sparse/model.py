@@ -150,7 +150,7 @@ class SparseModel:
         parameters = dict.fromkeys(weight.parameter for weight in self.weights)
         before = {id(other): other for name in parameters if (other := _owner(model.get_parameter(name))) is not None}
         for name, parameter in model.named_parameters():
-            if (other := _owner(parameter)) is not None and id(other) not in before:
+            if parameter in OWNERS and (other := _owner(parameter)) is not None and id(other) not in before:
                 raise GrowpruneError(
                     f"{name} belongs to another SparseModel, whose zeros would no longer be kept: create one for all "
                     f"weights, or call the other's to_dense_() first"
