@@ -160,11 +160,11 @@ def test_a_bare_text_instead_of_a_list_is_an_error(argument: str) -> None:
     ("model", "keep_dense", "match"),
     [
         (nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)), [], r"none of its layers \(Embedding, LayerNorm\) can be"),
-        (nn.Linear(4, 4), ["*"], "the weights of Linear are all in keep_dense; remove some"),
+        (nn.Linear(4, 4), ["*"], "the weights of Linear are all frozen or in keep_dense; remove some"),
         (
             nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)),
             ["1"],
-            "the weights of Linear are all in keep_dense, and Embedding, LayerNorm cannot be pruned",
+            "the weights of Linear are all frozen or in keep_dense, and Embedding, LayerNorm cannot be pruned",
         ),
         (nn.ReLU(), [], "it has no parameters that can be pruned"),
     ],

@@ -13,6 +13,7 @@ import torch
 from plan_cases import sgd, small_net, train_step
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.testing._internal.two_tensor import TwoTensor
 
 import growprune as gp
 from growprune.errors import GrowpruneError
@@ -575,3 +576,11 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the optimizer has no parameter of the model"):
         sparse.attach(optimizer)
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_packed_weights_such_as_quantized_ones_are_refused_and_the_model_stays_as_it_is() -> None:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+    with pytest.raises(GrowpruneError, match=r"^weight is packed in a TwoTensor[^\n]*$"):
+        gp.SparseModel(model, 0.5)
+    assert type(model.weight) is TwoTensor and set(vars(model)) == set(vars(nn.Linear(4, 4)))

@@ -439,7 +439,8 @@ def why_nothing(model: Any, holders: Collection[str]) -> str:
         has = f"none of its layers ({few(others)}) can be" if others else "it has no parameters that can be"
         return f"{has} pruned; name parameters in include=[...], or add your layer class with register_layer"
     rest = f", and {few(others)} cannot be pruned" if others else ""
-    return f"the weights of {few(known)} are all in keep_dense{rest}; remove some, or name parameters in include=[...]"
+    kept = f"the weights of {few(known)} are all frozen or in keep_dense{rest}"
+    return f"{kept}; remove some, or name parameters in include=[...]"
 
 
 def not_prunable(module: Any, local: str) -> str:

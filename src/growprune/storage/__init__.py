@@ -24,7 +24,13 @@ def store(model: nn.Module, names: Collection[str], storage: str, pattern: Patte
     kind = STORAGES[storage]
     kind.check(model, names)
     for name in names:
-        if (dtype := model.get_parameter(name).dtype).is_floating_point and dtype.itemsize == 1:
+        parameter = model.get_parameter(name)
+        if hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "device_mesh"):
+            raise GrowpruneError(
+                f"{name} is packed in a {type(parameter).__name__}, as quantized weights are, and cannot be masked: "
+                f"prune the model first, and quantize it afterwards"
+            )
+        if (dtype := parameter.dtype).is_floating_point and dtype.itemsize == 1:
             raise GrowpruneError(
                 f"{name} has dtype {dtype}, which torch cannot rank, so it cannot be pruned: add it to keep_dense, or "
                 f"convert it to torch.bfloat16 first"
