@@ -1,5 +1,6 @@
 """Settings for all tests: one thread (the tensors are tiny), no time limit on a single example, one user of ports."""
 
+import ctypes
 import functools
 import gc
 import os
@@ -40,6 +41,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("site"))
         elif item.path.stem in ("test_sharding", "test_sharded_checkpoints"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+class AlternateStack(ctypes.Structure):
+    """The C struct stack_t."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+def pytest_runtest_teardown() -> None:
+    """Run signal handlers on the usual stack again, after a test with OpenVINO.
+
+    Each of its cores (2026.4) sets an alternate stack. Of two, the last to go leaves the stack of the other behind,
+    which is unmapped. The next signal with a handler of Python, such as that of a child's end, would kill the process.
+    """
+    if "openvino" in sys.modules:
+        off = 2  # SS_DISABLE
+        ctypes.CDLL(None).sigaltstack(ctypes.byref(AlternateStack(None, off, 0)), None)
 
 
 def pytest_collection_finish() -> None:
